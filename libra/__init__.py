@@ -1,0 +1,1 @@
+"""The library under Libra's control plane: configuration, decisions, data, weights, trainer."""

@@ -1,0 +1,1 @@
+"""Advantages and the numbers of the objective. Pure."""

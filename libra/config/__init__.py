@@ -1,0 +1,1 @@
+"""The configuration: frozen sections grouped by owner, loaded once, strict."""

@@ -1,0 +1,35 @@
+"""RunConfig, the root: every section of one run, already checked."""
+
+import msgspec
+
+from libra.config.algorithm import AlgorithmConfig
+from libra.config.base import Config
+from libra.config.data import DataConfig
+from libra.config.model import ModelConfig
+from libra.config.planning import PlannerConfig
+from libra.config.rollout import HeterogeneousRolloutConfig, RolloutConfig
+from libra.config.run_control import RunControlConfig
+from libra.config.supervision import ApiConfig, SupervisionConfig
+from libra.config.tracing import TracingConfig
+from libra.config.training import MegatronConfig, TrainingConfig
+from libra.config.weights import WeightsConfig
+
+
+class RunConfig(Config, frozen=True, kw_only=True):
+    """One run. Sections from `model` to `tracing` are flat in YAML; the rest are nested there."""
+
+    model: ModelConfig
+    control: RunControlConfig = msgspec.field(default_factory=RunControlConfig)
+    data: DataConfig = msgspec.field(default_factory=DataConfig)
+    training: TrainingConfig = msgspec.field(default_factory=TrainingConfig)
+    megatron: MegatronConfig = msgspec.field(default_factory=MegatronConfig)
+    algorithm: AlgorithmConfig = msgspec.field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = msgspec.field(default_factory=RolloutConfig)
+    weights: WeightsConfig = msgspec.field(default_factory=WeightsConfig)
+    tracing: TracingConfig = msgspec.field(default_factory=TracingConfig)
+    global_resource_planner: PlannerConfig = msgspec.field(default_factory=PlannerConfig)
+    heterogeneous_rollout: HeterogeneousRolloutConfig = msgspec.field(
+        default_factory=HeterogeneousRolloutConfig
+    )
+    supervision: SupervisionConfig = msgspec.field(default_factory=SupervisionConfig)
+    api: ApiConfig = msgspec.field(default_factory=ApiConfig)

@@ -1,0 +1,33 @@
+"""How long a run goes on, what it keeps, and where it runs."""
+
+from typing import Literal
+
+from libra.config.base import Config, Count, PositiveCount, Seconds
+
+
+class RunControlConfig(Config, frozen=True, kw_only=True):
+    """Flat keys of the run as a whole."""
+
+    run_name: str = ""
+    """Name used in the run directory; empty means the configuration file's stem."""
+
+    seed: Count = 0
+    """Seeds data order, sampling seeds and initialisation."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where children run. On CPU a "GPU" is a slot: one rank or one tensor-parallel worker."""
+
+    total_steps: PositiveCount | None = None
+    """Stop after this training step. At least one of total_steps, epochs, max_run_s is set."""
+
+    epochs: PositiveCount | None = None
+    """Stop when every prompt has been trained on this many times."""
+
+    max_run_s: Seconds | None = None
+    """Stop, with a save, after this much wall time in one process's life."""
+
+    save_interval: Count = 10
+    """Training steps between checkpoints; 0 saves only when the run stops."""
+
+    keep_last: PositiveCount = 2
+    """Complete checkpoints, and published weight versions, that are kept."""

@@ -1,0 +1,52 @@
+"""Restart budgets, deadlines, the control API."""
+
+from libra.config.base import Config, Fraction, Port, PositiveCount, Seconds
+
+
+class SupervisionConfig(Config, frozen=True, kw_only=True):
+    """`supervision`: how children are started, watched, restarted and ended."""
+
+    start_timeout_s: Seconds = 900.0
+    """Longest time from spawn to ready."""
+
+    drain_timeout_s: Seconds = 60.0
+    """Longest wait for requests in flight before a planned stop."""
+
+    term_grace_s: Seconds = 20.0
+    """From SIGTERM to SIGKILL of the whole tree."""
+
+    kill_wait_s: Seconds = 10.0
+    """From SIGKILL until a survivor is declared unkillable and its slots are quarantined."""
+
+    restart_backoff_initial_s: Seconds = 1.0
+    restart_backoff_max_s: Seconds = 60.0
+    restart_backoff_factor: float = 2.0
+    restart_jitter_fraction: Fraction = 0.2
+    restart_max_in_window: PositiveCount = 5
+    """Restarts of one child allowed within restart_window_s."""
+
+    restart_window_s: Seconds = 600.0
+    restart_max_without_progress: PositiveCount = 3
+    """Restarts in a row without progress in between (a served request, a trained step)."""
+
+    liveness_stall_s: Seconds = 120.0
+    """Without progress for this long while requests run, an engine is probed, then replaced."""
+
+    rank_heartbeat_timeout_s: Seconds = 600.0
+    """Silence of a rank after which the gang is taken for hung."""
+
+    log_max_bytes: PositiveCount = 256 * 2**20
+    """Size at which a child's log file is rotated."""
+
+    log_keep: PositiveCount = 3
+
+
+class ApiConfig(Config, frozen=True, kw_only=True):
+    """`api`: the control API and the gateway over TCP; the Unix socket is always there."""
+
+    api_host: str = "127.0.0.1"
+    api_port: Port | None = None
+    """TCP port; null opens none, 0 takes a free one and reports it."""
+
+    api_token_file: str = ""
+    """File with the bearer token; empty generates one in the run directory (0600)."""

@@ -1,0 +1,1 @@
+"""Dataset readers and the cursor that a resumed run continues from."""

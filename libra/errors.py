@@ -1,0 +1,70 @@
+"""The whole error tree. Each class says how the process ends when nobody handles it."""
+
+from typing import ClassVar
+
+
+class LibraError(Exception):
+    """Base of every error Libra raises on purpose; the message says who, what and what to do."""
+
+    exit_code: ClassVar[int] = 70
+    retryable: ClassVar[bool] = False
+
+
+class ConfigError(LibraError):
+    """The configuration cannot be used. Carries every problem found, not only the first."""
+
+    exit_code = 2
+
+
+class DataError(LibraError):
+    """A dataset, tokenizer or model file cannot be used; the message holds path:line:column."""
+
+    exit_code = 2
+
+
+class InfeasiblePlanError(LibraError):
+    """No split of the devices satisfies the constraints."""
+
+    exit_code = 3
+
+
+class ChildError(LibraError):
+    """A child process failed beyond its restart budget."""
+
+    exit_code = 4
+
+
+class SiteError(LibraError):
+    """The machine lacks something: a free port, memory, disk, a package, the run directory."""
+
+    exit_code = 5
+
+
+class LearningStoppedError(LibraError):
+    """Going on would train on nonsense: non-finite loss, or engine and trainer disagree."""
+
+    exit_code = 6
+
+
+class RefusedError(LibraError):
+    """A request was turned away on purpose; the peer may try later."""
+
+    retryable = True
+
+
+class OverloadedError(RefusedError):
+    """The waiting queue is full or the deadline passed."""
+
+
+class DrainingError(RefusedError):
+    """New work is not accepted because the run is stopping."""
+
+
+class PeerError(LibraError):
+    """Another process answered wrongly or not at all."""
+
+    retryable = True
+
+
+class InvariantError(LibraError):
+    """A bug in Libra: a state that must not exist was reached."""

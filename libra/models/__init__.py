@@ -1,0 +1,1 @@
+"""Architecture and hardware arithmetic: parameters, FLOPs, KV bytes and capacity. Pure."""

@@ -1,0 +1,1 @@
+"""How the devices are split between training and rollout. Pure."""

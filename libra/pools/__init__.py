@@ -1,0 +1,1 @@
+"""Which members a pool has and the legal moves between their states. Pure."""

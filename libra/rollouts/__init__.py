@@ -1,0 +1,1 @@
+"""Trajectories, groups, staleness and batches: pure state machines and values."""

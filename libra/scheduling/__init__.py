@@ -1,0 +1,1 @@
+"""Which server a rollout request goes to, and when. Pure."""

@@ -1,0 +1,1 @@
+"""One vLLM server with the guarded reload endpoint and the version ledger."""

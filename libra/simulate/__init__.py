@@ -1,0 +1,1 @@
+"""The real planner and scheduler on a virtual clock."""

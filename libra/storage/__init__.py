@@ -1,0 +1,1 @@
+"""Atomic writes, hashes, safetensors and manifest files."""

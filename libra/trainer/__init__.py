@@ -1,0 +1,1 @@
+"""One torchrun rank: Megatron-Core model, loss, optimizer step, checkpoint."""

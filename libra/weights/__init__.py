@@ -1,0 +1,1 @@
+"""Which weights are complete, which may be deleted, who has acknowledged what. Pure."""

@@ -1,0 +1,1 @@
+"""Messages between Libra's processes, as closed unions of msgspec structs. Pure."""

@@ -1,0 +1,79 @@
+"""Bodies of the HTTP calls between the supervisor and one vLLM server.
+
+`POST /libra/reload` (bearer token) takes a `ReloadRequest` and answers 200 with a `ReloadAck`,
+whose `error` says whether it worked. `GET /libra/state` answers an `InstanceState`.
+"""
+
+import msgspec
+
+from libra.config.weights import PauseMode, ReloadMethod, ReloadStrategy
+from libra.ids import Incarnation, InstanceId, PolicyVersion, RunId
+
+
+class ReloadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Bring one server to `policy_version`. The same request goes to every instance of a batch."""
+
+    run_id: RunId
+    policy_version: PolicyVersion
+    nonce: str
+    """Random per batch: an ACK of an earlier try at the same version is told apart by it."""
+
+    weights_directory: str
+    """Absolute path under the run's weights directory."""
+
+    manifest_hash: str
+    pause_mode: PauseMode
+    probe_token_ids: tuple[int, ...]
+    force: bool = False
+    """Allow a version that is not newer than the loaded one."""
+
+
+class ReloadAck(msgspec.Struct, frozen=True, kw_only=True):
+    """What one server did with a `ReloadRequest`. Times in seconds, each at least 0."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    run_id: RunId
+    nonce: str
+    policy_version: PolicyVersion
+    """The version the server answers with now; equals the request's when `error` is None."""
+
+    method: ReloadMethod
+    strategy: ReloadStrategy
+    lock_wait_s: float
+    process_stop_s: float
+    """0 for inplace."""
+
+    model_load_s: float
+    total_s: float
+    """At least the sum of the three parts."""
+
+    manifest_hash: str
+    verified: tuple[str, ...]
+    """Names of the checks that passed, in order: manifest, files, load, probe."""
+
+    probe_logprobs: tuple[float, ...]
+    """As in `libra.wire.rank.WeightsExported`, from this engine under the new weights."""
+
+    error: str | None = None
+
+
+class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server says about itself."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    run_id: RunId
+    policy_version: PolicyVersion | None
+    """None: unknown (a reload failed half way, or nothing has been confirmed yet)."""
+
+    is_paused: bool
+    manifest_hash: str | None
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Output tokens [start, end) of one completion that one policy version produced."""
+
+    policy_version: PolicyVersion
+    start: int
+    end: int

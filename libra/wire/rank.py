@@ -1,0 +1,207 @@
+"""What the supervisor and a trainer rank say to each other over `LIBRA_CONTROL`.
+
+One Unix stream socket per rank; frames as in `libra.wire.framing`, each one msgpack-encoded
+`RankCommand` (to the rank) or `RankEvent` (from it). Arrays travel as little-endian bytes.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from libra.ids import InstanceId, PolicyVersion, RunId, TrajectoryId
+from libra.wire.instance import ReloadAck, ReloadRequest
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """One trajectory as the trainer sees it; L tokens, prompt and response together."""
+
+    trajectory_id: TrajectoryId
+    token_ids: bytes
+    """int32[L]"""
+
+    loss_mask: bytes
+    """uint8[L]; 1 only on tokens the policy sampled. Position 0 is always 0."""
+
+    rollout_logprobs: bytes
+    """float32[L]; entry t is the engine's logprob of token t given tokens < t; 0 where masked."""
+
+    advantage: float
+    """Shared by every sampled token of the trajectory."""
+
+
+class MiniBatch(msgspec.Struct, frozen=True):
+    """One optimizer step's work for one data-parallel rank."""
+
+    samples: tuple[Sample, ...]
+    """This rank's shard; TP, PP and CP peers get the same one."""
+
+    global_num_tokens: int
+    """Sampled (loss-masked-in) tokens of the mini-batch over ALL data-parallel ranks."""
+
+    global_num_sequences: int
+    """Sequences with at least one sampled token, over all data-parallel ranks."""
+
+
+class TrainStep(msgspec.Struct, frozen=True, tag=True):
+    """Train on one batch. Step k turns policy v(k-1) into v(k)."""
+
+    step: int
+    mini_batches: tuple[MiniBatch, ...]
+
+
+class ExportWeights(msgspec.Struct, frozen=True, tag=True):
+    """Write HF weights of the current policy to `directory` (must not exist), manifest last.
+
+    Every rank gathers; rank 0 writes. The probe's logprobs are computed under these weights.
+    """
+
+    run_id: RunId
+    policy_version: PolicyVersion
+    directory: str
+    probe_token_ids: tuple[int, ...]
+
+
+class JudgeAcks(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 validates a whole ACK batch against the request it published."""
+
+    request: ReloadRequest
+    acks: tuple[ReloadAck, ...]
+
+
+class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
+    """Write a complete checkpoint of model, optimizer, scheduler and RNG for `step`."""
+
+    step: int
+    directory: str
+    """Final directory `checkpoints/step_NNNNNN`; it appears only when it is complete."""
+
+    rollout_state: bytes
+    """Opaque to the trainer; stored as `rollout_state.msgpack` beside the shards."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Leave cleanly with exit code 0."""
+
+    reason: str
+
+
+RankCommand: TypeAlias = TrainStep | ExportWeights | JudgeAcks | SaveCheckpoint | Shutdown
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First frame on every connection."""
+
+    run_id: RunId
+    attempt: int
+    rank: int
+    world_size: int
+    local_rank: int
+    dp_rank: int
+    tp_rank: int
+    pp_rank: int
+    cp_rank: int
+    ep_rank: int
+    pid: int
+    start_ticks: int
+    """Field 22 of /proc/self/stat: with pid and boot id it proves identity."""
+
+
+class ModelReady(msgspec.Struct, frozen=True, tag=True):
+    """The rank has built its model and, on resume, restored the checkpoint of `step`."""
+
+    rank: int
+    step: int
+    """0 for a new run; else the step of the restored checkpoint."""
+
+    num_parameters: int
+    build_s: float
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Sent from the rank's main thread at each micro-batch or phase change, so a hang shows."""
+
+    rank: int
+    step: int
+    phase: str
+
+
+class TrainMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of one training step, already reduced over all ranks."""
+
+    loss: float
+    grad_norm: float
+    entropy: float
+    clip_fraction: float
+    kl_mismatch: float
+    """Mean k3 of trainer against engine over sampled tokens, before the step's first update."""
+
+    ratio_mean: float
+    learning_rate: float
+    num_tokens: int
+    num_optimizer_steps: int
+    num_skipped_steps: int
+    """Optimizer steps skipped because the loss or gradient norm was not finite."""
+
+    recompute_s: float
+    train_s: float
+    peak_memory_bytes: int
+
+
+class StepTrained(msgspec.Struct, frozen=True, tag=True):
+    """Sent by every rank; only rank 0's carries `metrics`."""
+
+    rank: int
+    step: int
+    metrics: TrainMetrics | None
+
+
+class WeightsExported(msgspec.Struct, frozen=True, tag=True):
+    """Sent by rank 0 when the manifest is in place."""
+
+    policy_version: PolicyVersion
+    directory: str
+    manifest_hash: str
+    probe_logprobs: tuple[float, ...]
+    """Entry i: logprob of probe token i+1 given tokens 0..i; one less than the probe tokens."""
+
+    export_s: float
+
+
+class AcksJudged(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0's verdict. `refused` maps an instance to the reason in words."""
+
+    policy_version: PolicyVersion
+    accepted: tuple[InstanceId, ...]
+    refused: dict[InstanceId, str]
+    slowest_instance: InstanceId | None
+    slowest_total_s: float
+    probe_difference: float
+    """Largest |trainer - engine| probe logprob over the accepted instances."""
+
+
+class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
+    step: int
+    directory: str
+    save_s: float
+
+
+class RankFailed(msgspec.Struct, frozen=True, tag=True):
+    """Last words of a rank that is about to exit by an error."""
+
+    rank: int
+    exit_code: int
+    """The run's exit code this error asks for (design: 2, 5, 6), or 4 for anything else."""
+
+    message: str
+
+
+RankEvent: TypeAlias = (
+    Hello
+    | ModelReady
+    | Heartbeat
+    | StepTrained
+    | WeightsExported
+    | AcksJudged
+    | CheckpointSaved
+    | RankFailed
+)

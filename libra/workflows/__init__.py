@@ -1,0 +1,1 @@
+"""From a dataset row to a trajectory, over a client port."""

@@ -1,0 +1,1 @@
+"""The control API over the Unix socket and TCP."""

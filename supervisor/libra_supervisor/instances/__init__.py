@@ -1,0 +1,1 @@
+"""vLLM servers: their specs, HTTP client, metrics poller and health."""

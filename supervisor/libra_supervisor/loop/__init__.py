@@ -1,0 +1,1 @@
+"""Events in, commands out, effects at the rim; the only writer of control state."""

@@ -1,0 +1,1 @@
+"""Starting, watching and ending child processes; the only package that sends signals."""

@@ -1,0 +1,1 @@
+"""The torchrun gang and the links to its ranks."""

@@ -1,0 +1,1 @@
+"""Tasks that turn admitted prompts into scored trajectories."""

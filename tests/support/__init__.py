@@ -1,0 +1,1 @@
+"""Typed fakes and fixtures shared by the tests."""
