@@ -17,6 +17,19 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
     allowed_train_ep: list[PositiveCount] = []
     allowed_train_pp: list[PositiveCount] = []
     allowed_rollout_tp: list[PositiveCount] = []
+    allow_cross_node_tp: bool = False
+    """Let tensor-parallel groups span nodes."""
+
+    prior_prompt_tokens: PositiveCount = 256
+    """Prompt length the planner assumes while no trajectory has been observed, in tokens."""
+
+    prior_response_mean_tokens: Count = 0
+    """Mean response length the planner assumes before observations; 0 takes 40 % of
+    max_new_tokens."""
+
+    prior_response_sigma: NonNegativeFloat = 0.8
+    """Spread of assumed response lengths: standard deviation of their natural logarithm."""
+
     train_comm_compute_ratio_threshold: NonNegativeFloat = inf
     train_ep_comm_compute_ratio_threshold: NonNegativeFloat = inf
     train_pipeline_bubble_ratio_threshold: NonNegativeFloat = 0.30
