@@ -57,7 +57,7 @@ def test_a_run_without_faults_trains_every_step_once_within_the_staleness_bound(
     failures=st.floats(0.0, 0.15),
 )
 @settings(max_examples=120, deadline=None)
-def test_with_engines_and_gangs_dying_at_any_moment_the_run_still_ends_with_every_step(
+def test_with_engines_and_gangs_dying_at_any_moment_every_step_is_still_trained(
     seed, faults, failures
 ):
     rng = Random(seed)
@@ -75,6 +75,11 @@ def test_with_engines_and_gangs_dying_at_any_moment_the_run_still_ends_with_ever
             world.kill_process(A if fault == "a" else B)
     world.run(rng)
     assert world.ended is not None, world.control.cycle.phase
+    if world.ended.exit_code == 4:
+        # The one legal failure: a batch of reloads that lost every engine (design decision 9).
+        assert {"a", "b"} <= {fault for _, fault in faults}
+        assert "0 rollout GPUs; 1 are needed" in world.ended.reason
+        return
     assert world.ended.exit_code == 0, world.ended.reason
     # The weights of the last attempt at each step are the ones that count: no step is missing.
     final = {}
