@@ -1,13 +1,16 @@
 """Everything that can happen, one frozen struct each. Pure.
 
-This page holds what happens to child processes; `at` is seconds on the event loop's clock.
+`at` is seconds on the event loop's clock.
 """
 
 from typing import TypeAlias
 
 import msgspec
 
-from libra.ids import ChildId, Incarnation
+from libra.ids import ChildId, GroupId, Incarnation, InstanceId, PolicyVersion
+from libra.rollouts.trajectory import SampleFailed, Trajectory
+from libra.wire.instance import InstanceState, ReloadAck
+from libra.wire.rank import RankEvent
 
 
 class ChildStarted(msgspec.Struct, frozen=True, tag=True):
@@ -126,4 +129,151 @@ ChildEvent: TypeAlias = (
     | ChildUnkillable
     | LogSinkFailing
     | LogSinkRecovered
+)
+
+
+# The torchrun gang
+
+
+class CheckpointChosen(msgspec.Struct, frozen=True, tag=True):
+    """What gang `attempt` starts from; its ranks are being started."""
+
+    attempt: int
+    step: int
+    """0: from the base model."""
+
+    rollout_state: bytes | None
+    """As it was saved with the checkpoint; None when there is no checkpoint."""
+
+
+class GangReady(msgspec.Struct, frozen=True, tag=True):
+    """Every rank of `attempt` has built its model."""
+
+    attempt: int
+    step: int
+    num_parameters: int
+
+
+class RankSaid(msgspec.Struct, frozen=True, tag=True):
+    """One rank's message; those of an attempt that has ended are ignored."""
+
+    attempt: int
+    event: RankEvent
+
+
+class GangLost(msgspec.Struct, frozen=True, tag=True):
+    """All ranks of `attempt` are gone unasked; another attempt follows."""
+
+    attempt: int
+    reason: str
+
+
+class GangGaveUp(msgspec.Struct, frozen=True, tag=True):
+    """No further attempt."""
+
+    exit_code: int
+    """The run's exit code that the first cause asks for."""
+
+    reason: str
+
+
+# Engines
+
+
+class InstanceAnswered(msgspec.Struct, frozen=True, tag=True):
+    """A server that came up said what it holds."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    base_url: str
+    state: InstanceState
+    kv_capacity_tokens: int | None
+
+
+class ExportChecked(msgspec.Struct, frozen=True, tag=True):
+    """The published directory was compared with its manifest; `error` is empty when it holds."""
+
+    version: PolicyVersion
+    error: str
+
+
+class ReloadAnswered(msgspec.Struct, frozen=True, tag=True):
+    """One instance's answer to a reload request, or why there is none."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    nonce: str
+    ack: ReloadAck | None
+    error: str
+
+
+# Rollouts
+
+
+class SampleStarted(msgspec.Struct, frozen=True, tag=True):
+    group_id: GroupId
+    sample_index: int
+
+
+class SampleProgressed(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life of a running sample."""
+
+    group_id: GroupId
+    sample_index: int
+
+
+class SampleFinished(msgspec.Struct, frozen=True, tag=True):
+    """A scored trajectory."""
+
+    trajectory: Trajectory
+
+
+class SampleGaveUp(msgspec.Struct, frozen=True, tag=True):
+    """A sample without a trajectory."""
+
+    group_id: GroupId
+    sample_index: int
+    failure: SampleFailed
+
+
+# The run
+
+
+class StopRequested(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+    now: bool
+    """True: do not finish the step that is being trained."""
+
+
+class DrainRequested(msgspec.Struct, frozen=True, tag=True):
+    instance_id: InstanceId
+    drain: bool
+
+
+class RestartRequested(msgspec.Struct, frozen=True, tag=True):
+    instance_id: InstanceId
+
+
+class Ticked(msgspec.Struct, frozen=True, tag=True):
+    """Time passed; deadlines are looked at."""
+
+
+Event: TypeAlias = (
+    ChildEvent
+    | CheckpointChosen
+    | GangReady
+    | RankSaid
+    | GangLost
+    | GangGaveUp
+    | InstanceAnswered
+    | ExportChecked
+    | ReloadAnswered
+    | SampleStarted
+    | SampleProgressed
+    | SampleFinished
+    | SampleGaveUp
+    | StopRequested
+    | DrainRequested
+    | RestartRequested
+    | Ticked
 )
