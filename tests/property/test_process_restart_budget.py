@@ -2,6 +2,7 @@ from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from libra_supervisor.process.restart import GiveUp, RestartAfter, RestartBudget, RestartPolicy
 
 policies = st.builds(

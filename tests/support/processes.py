@@ -8,14 +8,14 @@ from pathlib import Path
 from random import Random
 
 import anyio
+
+from libra.ids import ChildId, Incarnation, RunId
 from libra_supervisor.events import ChildEvent
 from libra_supervisor.process.cgroup import CgroupRoot
 from libra_supervisor.process.kernel import Linux, read_table
 from libra_supervisor.process.logs import LogPolicy, LogRelay, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner
 from libra_supervisor.process.spec import Limits, ProcessSpec
-
-from libra.ids import ChildId, Incarnation, RunId
 
 CHILDREN = Path(__file__).parent / "children"
 

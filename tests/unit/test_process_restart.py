@@ -1,6 +1,8 @@
 from random import Random
 
 import pytest
+
+from libra.config.supervision import SupervisionConfig
 from libra_supervisor.process.restart import (
     GiveUp,
     RestartAfter,
@@ -8,8 +10,6 @@ from libra_supervisor.process.restart import (
     RestartPolicy,
     policy_from,
 )
-
-from libra.config.supervision import SupervisionConfig
 
 STEADY = RestartPolicy(jitter_fraction=0.0, max_without_progress=100)
 

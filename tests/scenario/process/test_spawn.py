@@ -4,14 +4,14 @@ import signal
 import sys
 
 import pytest
+
+from libra.errors import ChildError
+from libra.ids import Incarnation
 from libra_supervisor.process.child import ExitStatus
 from libra_supervisor.process.identity import ProcessIdentity
 from libra_supervisor.process.spec import Limits
 from libra_supervisor.process.tree import StopDeadlines
 from processes import python, site, until
-
-from libra.errors import ChildError
-from libra.ids import Incarnation
 
 pytestmark = pytest.mark.anyio
 KILL_AT_ONCE = StopDeadlines(term_grace_s=0, kill_wait_s=5)

@@ -5,6 +5,9 @@ from random import Random
 
 import anyio
 import pytest
+
+from libra.errors import ChildError
+from libra.ids import ChildId
 from libra_supervisor.events import (
     ChildExited,
     ChildGaveUp,
@@ -19,9 +22,6 @@ from libra_supervisor.process.restart import RestartBudget, RestartPolicy
 from libra_supervisor.process.supervise import Supervision
 from libra_supervisor.process.tree import StopDeadlines
 from processes import alive, python, site, until
-
-from libra.errors import ChildError
-from libra.ids import ChildId
 
 pytestmark = pytest.mark.anyio
 QUICK = RestartPolicy(

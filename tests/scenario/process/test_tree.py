@@ -5,6 +5,7 @@ import sys
 
 import anyio
 import pytest
+
 from libra_supervisor.process.cgroup import delegated_root
 from libra_supervisor.process.kernel import read_table, signal_process
 from libra_supervisor.process.tree import StopDeadlines
