@@ -118,7 +118,13 @@ class Publication:
         return self._apply(self._open.batch.on_ack(ack, now=now), now=now, wall_ns=wall_ns)
 
     def on_undelivered(
-        self, instance_id: InstanceId, incarnation: Incarnation, error: str, *, now: float, wall_ns: int
+        self,
+        instance_id: InstanceId,
+        incarnation: Incarnation,
+        error: str,
+        *,
+        now: float,
+        wall_ns: int,
     ) -> tuple[Command, ...]:
         """The request did not reach the engine, or its answer did not reach us."""
         said = Say("reload_undelivered", {"instance": instance_id, "why": error}, is_warning=True)

@@ -119,7 +119,12 @@ class RolloutDesk:
     ) -> tuple[Command, ...]:
         said = Say(
             "sample_failed",
-            {"group": group_id, "sample": sample_index, "kind": failure.kind, "why": failure.message},
+            {
+                "group": group_id,
+                "sample": sample_index,
+                "kind": failure.kind,
+                "why": failure.message,
+            },
             is_warning=True,
         )
         ended = self._buffer.on_failed(group_id, sample_index, failure.kind, failure.message)
