@@ -244,6 +244,9 @@ class StopRequested(msgspec.Struct, frozen=True, tag=True):
     now: bool
     """True: do not finish the step that is being trained."""
 
+    exit_code: int = 0
+    """Of the run after a clean save: 0 for SIGTERM and the API, 130 for Ctrl-C."""
+
 
 class DrainRequested(msgspec.Struct, frozen=True, tag=True):
     instance_id: InstanceId

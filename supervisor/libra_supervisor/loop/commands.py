@@ -56,6 +56,22 @@ class SendReload(msgspec.Struct, frozen=True, tag=True):
     request: ReloadRequest
 
 
+class AskInstance(msgspec.Struct, frozen=True, tag=True):
+    """Read what a server that came up holds."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+
+
+class KnowInstance(msgspec.Struct, frozen=True, tag=True):
+    """Tell the scheduler about a process that answers; it is not routed to yet."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    base_url: str
+    kv_capacity_tokens: int | None
+
+
 class RouteTo(msgspec.Struct, frozen=True, tag=True):
     """The instance serves `version` from now on."""
 
@@ -131,6 +147,8 @@ Command: TypeAlias = (
     | SendBatch
     | SaveRun
     | SendReload
+    | AskInstance
+    | KnowInstance
     | RouteTo
     | Unroute
     | ReplaceInstance

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from libra.config.weights import WeightsConfig
+from libra.errors import InvariantError
 from libra.ids import Incarnation, InstanceId, NodeRank, PolicyVersion, RunId
 from libra.pools.member import MemberState
 from libra.pools.pool import RolloutPool
@@ -32,6 +33,7 @@ from libra_supervisor.loop.commands import (
     Unroute,
     WriteReload,
 )
+from libra_supervisor.loop.moment import Moment
 from libra_supervisor.records.reload import ReloadRecord
 
 
@@ -92,17 +94,17 @@ class Publication:
         check = CheckExport(exported.policy_version, exported.directory, exported.manifest_hash)
         return (check,)
 
-    def reload(self, *, now: float, wall_ns: int) -> tuple[Command, ...]:
+    def reload(self, *, at: Moment) -> tuple[Command, ...]:
         """Bring every engine that answers to the exported version."""
         if self._open is not None:
             # A joiner that was catching up is brought to the newer version with the others.
             self._open.batch.cancel()
             self._open = None
         members = self._members_in(self._pool.answering_ids)
-        return self._start(members, is_catch_up=False, now=now, wall_ns=wall_ns)
+        return self._start(members, is_catch_up=False, at=at)
 
-    def catch_up(self, *, now: float, wall_ns: int) -> tuple[Command, ...]:
-        """Bring engines that came up late to the committed version; nothing while a batch is open."""
+    def catch_up(self, *, at: Moment) -> tuple[Command, ...]:
+        """Bring late engines to the committed version; nothing while a batch is open."""
         if self._open is not None or self._committed is None or self._exported is None:
             return ()
         if self._exported.policy_version != self._committed:
@@ -110,12 +112,12 @@ class Publication:
         members = self._members_in(self._pool.ids_in(MemberState.STALE))
         if not members:
             return ()
-        return self._start(members, is_catch_up=True, now=now, wall_ns=wall_ns)
+        return self._start(members, is_catch_up=True, at=at)
 
-    def on_ack(self, ack: ReloadAck, *, now: float, wall_ns: int) -> tuple[Command, ...]:
+    def on_ack(self, ack: ReloadAck, *, at: Moment) -> tuple[Command, ...]:
         if self._open is None:
             return (_refused(ack, "no reload batch is open"),)
-        return self._apply(self._open.batch.on_ack(ack, now=now), now=now, wall_ns=wall_ns)
+        return self._apply(self._open.batch.on_ack(ack, now=at.now), at=at)
 
     def on_undelivered(
         self,
@@ -123,30 +125,29 @@ class Publication:
         incarnation: Incarnation,
         error: str,
         *,
-        now: float,
-        wall_ns: int,
+        at: Moment,
     ) -> tuple[Command, ...]:
         """The request did not reach the engine, or its answer did not reach us."""
         said = Say("reload_undelivered", {"instance": instance_id, "why": error}, is_warning=True)
-        return (said, *self.on_lost(instance_id, incarnation, now=now, wall_ns=wall_ns))
+        return (said, *self.on_lost(instance_id, incarnation, at=at))
 
     def on_lost(
-        self, instance_id: InstanceId, incarnation: Incarnation, *, now: float, wall_ns: int
+        self, instance_id: InstanceId, incarnation: Incarnation, *, at: Moment
     ) -> tuple[Command, ...]:
         if self._open is None:
             return ()
-        commands = self._open.batch.on_lost(instance_id, incarnation, now=now)
-        return self._apply(commands, now=now, wall_ns=wall_ns)
+        commands = self._open.batch.on_lost(instance_id, incarnation, now=at.now)
+        return self._apply(commands, at=at)
 
-    def on_judged(self, verdict: AcksJudged, *, now: float, wall_ns: int) -> tuple[Command, ...]:
+    def on_judged(self, verdict: AcksJudged, *, at: Moment) -> tuple[Command, ...]:
         if self._open is None or self._open.is_catch_up:
             return ()
-        return self._judged(self._open, verdict, now=now, wall_ns=wall_ns)
+        return self._judged(self._open, verdict, at=at)
 
-    def on_tick(self, *, now: float, wall_ns: int) -> tuple[Command, ...]:
+    def on_tick(self, *, at: Moment) -> tuple[Command, ...]:
         if self._open is None:
             return ()
-        return self._apply(self._open.batch.on_tick(now=now), now=now, wall_ns=wall_ns)
+        return self._apply(self._open.batch.on_tick(now=at.now), at=at)
 
     def on_rewound(self) -> None:
         """The trainer went back: what the engines hold is no longer anybody's policy."""
@@ -163,7 +164,7 @@ class Publication:
     # Steps of a batch
 
     def _start(
-        self, members: Sequence[Member], *, is_catch_up: bool, now: float, wall_ns: int
+        self, members: Sequence[Member], *, is_catch_up: bool, at: Moment
     ) -> tuple[Command, ...]:
         exported = self._exported
         if exported is None:
@@ -172,7 +173,7 @@ class Publication:
         request = ReloadRequest(
             run_id=self._terms.run_id,
             policy_version=exported.policy_version,
-            nonce=f"{self._attempt}-{self._num_batches}-{wall_ns:x}",
+            nonce=f"{self._attempt}-{self._num_batches}-{at.wall_ns:x}",
             weights_directory=exported.directory,
             manifest_hash=exported.manifest_hash,
             pause_mode=self._terms.weights.rollout_weight_pause_mode,
@@ -188,35 +189,33 @@ class Publication:
             ack_timeout_s=self._terms.weights.rollout_weight_ack_timeout_s,
             min_rollout_gpus=0 if is_catch_up else self._terms.min_rollout_gpus,
         )
-        self._open = OpenBatch(batch=batch, is_catch_up=is_catch_up, begun_at=now)
-        return self._apply(batch.start(now=now), now=now, wall_ns=wall_ns)
+        self._open = OpenBatch(batch=batch, is_catch_up=is_catch_up, begun_at=at.now)
+        return self._apply(batch.start(now=at.now), at=at)
 
-    def _apply(
-        self, commands: Iterable[batches.Command], *, now: float, wall_ns: int
-    ) -> tuple[Command, ...]:
+    def _apply(self, commands: Iterable[batches.Command], *, at: Moment) -> tuple[Command, ...]:
         done: list[Command] = []
         for command in commands:
             match command:
                 case batches.SendReload(member, request):
-                    self._pool.on_reload_begun(member.instance_id, now=now)
+                    self._pool.on_reload_begun(member.instance_id, now=at.now)
                     done.append(Unroute(member.instance_id, is_draining=True))
                     done.append(SendReload(member.instance_id, member.incarnation, request))
                 case batches.RefuseAck(ack, reason):
                     done.append(_refused(ack, reason))
                 case batches.Quarantine(instance_id, reason):
-                    self._pool.on_reload_failed(instance_id, reason, now=now)
+                    self._pool.on_reload_failed(instance_id, reason, now=at.now)
                     done.append(Unroute(instance_id))
                     done.append(ReplaceInstance(instance_id, reason))
                 case batches.JudgeBatch(request, acks):
-                    done += self._judge(request, acks, now=now, wall_ns=wall_ns)
+                    done += self._judge(request, acks, at=at)
                 case batches.CommitVersion(version, incarnation_of):
-                    done += self._commit(version, incarnation_of, now=now, wall_ns=wall_ns)
+                    done += self._commit(version, incarnation_of, at=at)
                 case batches.FailBatch(_, reason):
-                    done += self._fail(reason, now=now, wall_ns=wall_ns)
+                    done += self._fail(reason, at=at)
         return tuple(done)
 
     def _judge(
-        self, request: ReloadRequest, acks: tuple[ReloadAck, ...], *, now: float, wall_ns: int
+        self, request: ReloadRequest, acks: tuple[ReloadAck, ...], *, at: Moment
     ) -> tuple[Command, ...]:
         open_batch, exported = self._open, self._exported
         if open_batch is None or exported is None:
@@ -230,23 +229,23 @@ class Publication:
             trainer_probe_logprobs=exported.probe_logprobs,
             probe_tolerance=self._terms.probe_tolerance,
         )
-        return self._judged(open_batch, verdict, now=now, wall_ns=wall_ns)
+        return self._judged(open_batch, verdict, at=at)
 
     def _judged(
-        self, open_batch: OpenBatch, verdict: AcksJudged, *, now: float, wall_ns: int
+        self, open_batch: OpenBatch, verdict: AcksJudged, *, at: Moment
     ) -> tuple[Command, ...]:
         open_batch.verdict = verdict
         said: list[Command] = []
         tolerance = self._terms.probe_tolerance
         if verdict.probe_difference > STOP_FACTOR * tolerance:
-            # Not one broken engine: the weights they loaded give other probabilities than the
-            # trainer's, so every trajectory from here on would be off-policy without anyone knowing.
+            # Not one broken engine: what they loaded is another policy than the trainer's, and
+            # every trajectory from here on would be off-policy without anyone knowing.
             text = (
                 f"engine and trainer disagree at v{verdict.policy_version}: the probe's logprobs "
                 f"differ by {verdict.probe_difference:.3g} (tolerated {tolerance:.3g}, the run "
                 f"stops above {STOP_FACTOR * tolerance:.3g}); {_in_words(verdict.refused)}"
             )
-            return (self._written(f"failed: {text}", now=now, wall_ns=wall_ns), EndRun(6, text))
+            return (self._written(f"failed: {text}", at=at), EndRun(6, text))
         if verdict.probe_difference > tolerance:
             said.append(
                 Say(
@@ -256,21 +255,20 @@ class Publication:
                 )
             )
         commands = open_batch.batch.on_judged(verdict)
-        return (*said, *self._apply(commands, now=now, wall_ns=wall_ns))
+        return (*said, *self._apply(commands, at=at))
 
     def _commit(
         self,
         version: PolicyVersion,
         incarnation_of: dict[InstanceId, Incarnation],
         *,
-        now: float,
-        wall_ns: int,
+        at: Moment,
     ) -> tuple[Command, ...]:
-        done: list[Command] = [self._written("committed", now=now, wall_ns=wall_ns)]
+        done: list[Command] = [self._written("committed", at=at)]
         self._committed = version
         for instance_id, incarnation in incarnation_of.items():
             serves = self._pool.on_version_confirmed(
-                instance_id, incarnation, version, committed=version, now=now
+                instance_id, incarnation, version, committed=version, now=at.now
             )
             if serves:
                 done.append(RouteTo(instance_id, incarnation, version))
@@ -279,17 +277,18 @@ class Publication:
             in_use = {m.version for m in self._pool.members if m.version is not None}
             done.append(RetireVersions(frozenset(in_use | {version})))
         self._open = None
-        return (*done, *self.catch_up(now=now, wall_ns=wall_ns))
+        return (*done, *self.catch_up(at=at))
 
-    def _fail(self, reason: str, *, now: float, wall_ns: int) -> tuple[Command, ...]:
-        written = self._written(f"failed: {reason}", now=now, wall_ns=wall_ns)
+    def _fail(self, reason: str, *, at: Moment) -> tuple[Command, ...]:
+        written = self._written(f"failed: {reason}", at=at)
         is_catch_up = self._open is not None and self._open.is_catch_up
         self._open = None
         return (written,) if is_catch_up else (written, EndRun(4, reason))
 
-    def _written(self, outcome: str, *, now: float, wall_ns: int) -> WriteReload:
+    def _written(self, outcome: str, *, at: Moment) -> WriteReload:
         open_batch, terms = self._open, self._terms
-        assert open_batch is not None
+        if open_batch is None:
+            raise InvariantError("a reload batch ended that was not open")
         request, verdict = open_batch.batch.request, open_batch.verdict
         return WriteReload(
             ReloadRecord(
@@ -307,8 +306,8 @@ class Publication:
                 slowest_instance=None if verdict is None else verdict.slowest_instance,
                 slowest_total_s=0.0 if verdict is None else verdict.slowest_total_s,
                 probe_difference=0.0 if verdict is None else verdict.probe_difference,
-                total_s=now - open_batch.begun_at,
-                wall_time_ns=wall_ns,
+                total_s=at.now - open_batch.begun_at,
+                wall_time_ns=at.wall_ns,
             )
         )
 

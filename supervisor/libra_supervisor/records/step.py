@@ -18,6 +18,15 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     """The whole step, publication included."""
 
 
+class StepContext(msgspec.Struct, frozen=True, kw_only=True):
+    """Which step of which life of the run a line is about."""
+
+    step: int
+    attempt: int
+    wall_time_ns: int
+    num_dropped: dict[str, int]
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One object of metrics.jsonl."""
 
@@ -65,21 +74,14 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_record(
-    *,
-    step: int,
-    attempt: int,
-    wall_time_ns: int,
-    batch: BatchSummary,
-    metrics: TrainMetrics,
-    times: StepTimes,
-    num_dropped: dict[str, int],
+    *, context: StepContext, batch: BatchSummary, metrics: TrainMetrics, times: StepTimes
 ) -> StepRecord:
     num_response_tokens = batch.response_tokens_mean * batch.num_trajectories
     return StepRecord(
-        step=step,
-        policy_version=step,
-        attempt=attempt,
-        wall_time_ns=wall_time_ns,
+        step=context.step,
+        policy_version=context.step,
+        attempt=context.attempt,
+        wall_time_ns=context.wall_time_ns,
         reward_mean=batch.reward_mean,
         reward_std=batch.reward_std,
         frac_zero_std=batch.frac_zero_std,
@@ -107,5 +109,5 @@ def step_record(
         reload_s=times.reload_s,
         step_s=times.step_s,
         trainer_peak_memory_bytes=metrics.peak_memory_bytes,
-        num_dropped=num_dropped,
+        num_dropped=context.num_dropped,
     )
