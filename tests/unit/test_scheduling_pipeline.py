@@ -1,8 +1,8 @@
 from collections import Counter
 
 import pytest
-from fleets import SECOND, fleet_of, place, request, scheduling, snapshot, spec
 
+from fleets import SECOND, fleet_of, place, request, scheduling, snapshot, spec
 from libra.ids import InstanceId, PolicyVersion
 from libra.scheduling.request import Refused, Routed, Wait
 from libra.scheduling.scheduler import Scheduler

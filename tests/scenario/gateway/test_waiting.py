@@ -1,12 +1,12 @@
 import anyio
 import pytest
 import trio.testing
-from fleets import fleet_of, place, request, spec
-from libra_supervisor.gateway.waiting import WaitingRoom
 
+from fleets import fleet_of, place, request, spec
 from libra import clock
 from libra.errors import DrainingError, OverloadedError
 from libra.ids import InstanceId
+from libra_supervisor.gateway.waiting import WaitingRoom
 
 pytestmark = pytest.mark.anyio
 
