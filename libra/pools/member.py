@@ -33,14 +33,14 @@ class MemberState(Enum):
 
 
 _ENDS = frozenset({MemberState.RESTARTING, MemberState.GONE})
-_ANSWERING = frozenset(
+ANSWERING = frozenset(
     {MemberState.STALE, MemberState.RELOADING, MemberState.SERVING, MemberState.DRAINING}
 )
 
 LEGAL_MOVES: dict[MemberState, frozenset[MemberState]] = {
     MemberState.STARTING: _ENDS | {MemberState.STALE},
     # A process that answers may come to answer in another way, turn out broken, or end.
-    **{state: (_ANSWERING - {state}) | _ENDS | {MemberState.QUARANTINED} for state in _ANSWERING},
+    **{state: (ANSWERING - {state}) | _ENDS | {MemberState.QUARANTINED} for state in ANSWERING},
     MemberState.QUARANTINED: _ENDS,
     MemberState.RESTARTING: frozenset({MemberState.STARTING, MemberState.GONE}),
     MemberState.GONE: frozenset(),

@@ -6,7 +6,7 @@ import msgspec
 
 from libra.errors import InvariantError
 from libra.ids import Incarnation, InstanceId, PolicyVersion
-from libra.pools.member import Member, MemberState, moved
+from libra.pools.member import ANSWERING, Member, MemberState, moved
 
 
 class RolloutPool:
@@ -36,6 +36,11 @@ class RolloutPool:
     def num_possible_gpus(self) -> int:
         """GPUs that serve now or may serve again."""
         return sum(m.num_gpus for m in self._members.values() if m.state is not MemberState.GONE)
+
+    @property
+    def answering_ids(self) -> tuple[InstanceId, ...]:
+        """Instances whose process answers and is not known to be broken."""
+        return tuple(m.instance_id for m in self._members.values() if m.state in ANSWERING)
 
     @property
     def is_settled(self) -> bool:
@@ -110,6 +115,13 @@ class RolloutPool:
         member = self._members[instance_id]
         if member.state is not MemberState.GONE:
             self._set(moved(member, MemberState.GONE, now=now, version=None, last_error=error))
+
+    def on_rewound(self, *, now: float) -> None:
+        """The trainer went back to an older step: no instance is at anybody's version."""
+        for instance_id in self.answering_ids:
+            member = self._members[instance_id]
+            if member.state is not MemberState.STALE:
+                self._set(moved(member, MemberState.STALE, now=now, version=None))
 
     def on_drain_requested(self, instance_id: InstanceId, *, now: float) -> None:
         member = msgspec.structs.replace(self._members[instance_id], is_drained_by_operator=True)
