@@ -66,5 +66,9 @@ class PeerError(LibraError):
     retryable = True
 
 
+class RejectedError(LibraError):
+    """A peer understood a request and called it wrong; sending it elsewhere gives the same."""
+
+
 class InvariantError(LibraError):
     """A bug in Libra: a state that must not exist was reached."""

@@ -1,13 +1,24 @@
 """Bodies of the HTTP calls between the supervisor and one vLLM server.
 
 `POST /libra/reload` (bearer token) takes a `ReloadRequest` and answers 200 with a `ReloadAck`,
-whose `error` says whether it worked. `GET /libra/state` answers an `InstanceState`.
+whose `error` says whether it worked. `GET /libra/state` answers an `InstanceState`. JSON, both.
+
+Every answer carries INSTANCE_HEADER and INCARNATION_HEADER. Each choice of a completion has
+SPANS_FIELD, a list of `VersionSpan` over its output tokens (in a stream: in the choice's last
+chunk), and a completion that is not a stream has VERSIONS_HEADER, the versions it used.
 """
 
 import msgspec
 
 from libra.config.weights import PauseMode, ReloadMethod, ReloadStrategy
 from libra.ids import Incarnation, InstanceId, PolicyVersion, RunId
+
+INSTANCE_HEADER = "X-Libra-Instance"
+INCARNATION_HEADER = "X-Libra-Incarnation"
+VERSIONS_HEADER = "X-Libra-Policy-Versions"
+SPANS_FIELD = "libra_version_spans"
+WEIGHTS_UNKNOWN = "weights unknown"
+"""How the message of a 503 begins when a server refuses to answer with unproven weights."""
 
 
 class ReloadRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +35,11 @@ class ReloadRequest(msgspec.Struct, frozen=True, kw_only=True):
     manifest_hash: str
     pause_mode: PauseMode
     probe_token_ids: tuple[int, ...]
+    """At least two; the ACK has the logprob of each but the first."""
+
+    strategy: ReloadStrategy = "parallel"
+    """How the batch goes over the instances; the ACK repeats it."""
+
     force: bool = False
     """Allow a version that is not newer than the loaded one."""
 
@@ -69,6 +85,17 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
 
     is_paused: bool
     manifest_hash: str | None
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How one completion is sampled."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    """Besides the model's own end-of-sequence tokens."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):

@@ -1,5 +1,11 @@
 import msgspec
 import pytest
+
+from libra.config.rollout import TpBucket
+from libra.errors import ConfigError, InfeasiblePlanError
+from libra.planner.demand import Demand, LengthWindow, observed_demand, prior_demand
+from libra.planner.render import render_plan
+from libra.planner.search import plan
 from planner_cases import (
     A100_80G,
     H200_141G,
@@ -8,12 +14,6 @@ from planner_cases import (
     QWEN3_30B_A3B,
     grp_config,
 )
-
-from libra.config.rollout import TpBucket
-from libra.errors import ConfigError, InfeasiblePlanError
-from libra.planner.demand import Demand, LengthWindow, observed_demand, prior_demand
-from libra.planner.render import render_plan
-from libra.planner.search import plan
 
 
 def reasons(report):
@@ -198,7 +198,13 @@ def test_an_excluded_layout_is_not_chosen_again_and_says_why():
 
 def test_odd_degrees_respect_node_boundaries():
     config = grp_config(
-        arch=msgspec.structs.replace(QWEN3_14B, num_attention_heads=48, num_key_value_heads=12),
+        arch=msgspec.structs.replace(
+            QWEN3_14B,
+            num_attention_heads=48,
+            num_key_value_heads=12,
+            intermediate_size=17_664,
+            vocab_size=153_600,
+        ),
         planner={"allowed_rollout_tp": [3]},
     )
     report = plan(config)

@@ -1,6 +1,5 @@
 import msgspec
 import pytest
-from planner_cases import H200_141G, MEASURED_1_8B, QWEN3_14B, QWEN3_30B_A3B, grp_config
 
 from libra.planner.calibration import Calibration, Factor
 from libra.planner.cost_models import cost_models
@@ -8,6 +7,7 @@ from libra.planner.demand import Demand
 from libra.planner.pipeline import StageTimes, bubble_fraction, one_forward_one_backward_s
 from libra.planner.train_cost import TrainWork
 from libra.planner.train_layout import TrainLayout
+from planner_cases import H200_141G, MEASURED_1_8B, QWEN3_14B, QWEN3_30B_A3B, grp_config
 
 NOTHING_MEASURED = Calibration(hardware="", model="")
 ONE_RANK = TrainLayout(tp=1, ep=1, pp=1, cp=1, dp=1, micro_batch_size=1)

@@ -1,0 +1,82 @@
+"""A vLLM completion's JSON -> Completion, checked: nothing is repaired."""
+
+import msgspec
+
+from libra.errors import PeerError
+from libra.ids import InstanceId
+from libra.rollouts.trajectory import Completion, FinishReason
+from libra.wire.instance import VersionSpan
+
+
+class _Logprobs(msgspec.Struct, frozen=True):
+    token_logprobs: tuple[float | None, ...]
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    token_ids: tuple[int, ...]
+    logprobs: _Logprobs | None
+    finish_reason: FinishReason
+    libra_version_spans: tuple[VersionSpan, ...]
+
+
+class _PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    choices: tuple[_Choice, ...]
+    usage: _Usage
+
+
+def completion_of(content: bytes, instance_id: InstanceId, *, num_prompt_tokens: int) -> Completion:
+    """Read one choice. Raises PeerError when it lacks ids, logprobs or whole version spans."""
+    try:
+        answer = msgspec.json.decode(content, type=_Answer)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        raise PeerError(f"{instance_id} gave an answer that is no completion: {exc}") from exc
+    problem = _problem(answer, num_prompt_tokens)
+    if problem is not None:
+        raise PeerError(f"{instance_id} gave a completion {problem}")
+    (choice,) = answer.choices
+    details = answer.usage.prompt_tokens_details
+    return Completion(
+        token_ids=choice.token_ids,
+        logprobs=_logprobs(choice),
+        finish_reason=choice.finish_reason,
+        version_spans=choice.libra_version_spans,
+        instance_id=instance_id,
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=0 if details is None else details.cached_tokens or 0,
+    )
+
+
+def _problem(answer: _Answer, num_prompt_tokens: int) -> str | None:
+    if len(answer.choices) != 1:
+        return f"with {len(answer.choices)} choices instead of one"
+    (choice,) = answer.choices
+    if answer.usage.prompt_tokens != num_prompt_tokens:
+        return f"of {answer.usage.prompt_tokens} prompt tokens; {num_prompt_tokens} were sent"
+    if len(_logprobs(choice)) != len(choice.token_ids):
+        return f"of {len(choice.token_ids)} tokens with {len(_logprobs(choice))} logprobs"
+    if not _is_cover(choice.libra_version_spans, len(choice.token_ids)):
+        return f"of {len(choice.token_ids)} tokens whose version spans do not cover them"
+    return None
+
+
+def _logprobs(choice: _Choice) -> tuple[float, ...]:
+    given = () if choice.logprobs is None else choice.logprobs.token_logprobs
+    return tuple(value for value in given if value is not None)
+
+
+def _is_cover(spans: tuple[VersionSpan, ...], num_tokens: int) -> bool:
+    at = 0
+    for span in spans:
+        if span.start != at or span.end <= span.start:
+            return False
+        at = span.end
+    return at == num_tokens

@@ -1,0 +1,134 @@
+"""The calls Libra makes to one vLLM server started by `libra.serving.launch`.
+
+Errors are those of `libra_supervisor.instances.transport`.
+"""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+import msgspec
+
+from libra.errors import PeerError
+from libra.ids import InstanceId, RequestId
+from libra.rollouts.trajectory import Completion
+from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest, Sampling
+from libra_supervisor.instances.answers import completion_of
+from libra_supervisor.instances.transport import Call, CallLimits, InstanceTransport
+
+T = TypeVar("T")
+
+COMPLETION_LIMITS = CallLimits()
+"""No limit on the first byte: a long answer is no fault, and a server that hangs is found by its
+lack of progress and ended, which ends its calls."""
+
+SHORT_CALL = CallLimits(connect_s=2.0, first_byte_s=5.0, idle_s=5.0)
+MODEL_NAME = "policy"
+"""The name under which every instance serves the policy."""
+
+
+class InstanceClient:
+    """Calls to one instance. An asynchronous context manager, on asyncio."""
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        base_url: str,
+        *,
+        token: str,
+        completion_limits: CallLimits = COMPLETION_LIMITS,
+    ) -> None:
+        """`base_url` like `http://127.0.0.1:8000` or `http://[::1]:8000`."""
+        self.instance_id = instance_id
+        self._transport = InstanceTransport(instance_id, base_url)
+        self._authorization = {"Authorization": f"Bearer {token}"}
+        self._completion_limits = completion_limits
+
+    async def __aenter__(self) -> Self:
+        await self._transport.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._transport.__aexit__(exc_type, exc, traceback)
+
+    async def complete(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: RequestId
+    ) -> Completion:
+        """One sampled answer, its token ids and logprobs exactly as the engine gave them.
+
+        Cancel it to make the server stop generating.
+        """
+        call = Call(
+            method="POST",
+            path="/v1/completions",
+            doing=f"completing {request_id}",
+            limits=self._completion_limits,
+            body=_completion_body(prompt_token_ids, sampling),
+            headers={"X-Request-Id": request_id},
+            is_resent_when_stale=True,
+        )
+        content = await self._transport.call(call)
+        return completion_of(content, self.instance_id, num_prompt_tokens=len(prompt_token_ids))
+
+    async def reload(self, request: ReloadRequest, *, timeout_s: float) -> ReloadAck:
+        """Ask for a guarded reload and wait for its ACK, which may report a failure.
+
+        Never sent twice: whether a lost answer hides a reload is what `state` tells.
+        """
+        call = Call(
+            method="POST",
+            path="/libra/reload",
+            doing=f"reloading v{request.policy_version}",
+            limits=CallLimits(first_byte_s=timeout_s),
+            body=msgspec.json.encode(request),
+            headers=self._authorization,
+        )
+        return self._decoded(await self._transport.call(call), ReloadAck, call)
+
+    async def state(self) -> InstanceState:
+        call = Call(
+            method="GET",
+            path="/libra/state",
+            doing="telling its state",
+            limits=SHORT_CALL,
+            headers=self._authorization,
+        )
+        return self._decoded(await self._transport.call(call), InstanceState, call)
+
+    async def health(self) -> None:
+        """Return when the server calls itself healthy, which says nothing about its progress."""
+        await self._transport.call(
+            Call(method="GET", path="/health", doing="checking its health", limits=SHORT_CALL)
+        )
+
+    async def metrics_text(self, *, timeout_s: float) -> str:
+        limits = CallLimits(connect_s=timeout_s, first_byte_s=timeout_s, idle_s=timeout_s)
+        call = Call(method="GET", path="/metrics", doing="giving its metrics", limits=limits)
+        return (await self._transport.call(call)).decode(errors="replace")
+
+    def _decoded(self, content: bytes, kind: type[T], call: Call) -> T:
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+            raise PeerError(f"{self.instance_id} was unclear while {call.doing}: {exc}") from exc
+
+
+def _completion_body(prompt_token_ids: Sequence[int], sampling: Sampling) -> bytes:
+    return msgspec.json.encode(
+        {
+            "model": MODEL_NAME,
+            "prompt": list(prompt_token_ids),
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "stop_token_ids": sampling.stop_token_ids,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+    )
