@@ -80,7 +80,7 @@ def transformer_config(
         autocast_dtype=dtype,
         # Micro-batches are padded to their own longest row, so stages tell each other the shape.
         variable_seq_lengths=sizes.pipeline > 1,
-        moe_token_dispatcher_type="alltoall",  # the only one that takes variable lengths
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 - the only one that takes variable lengths
         # The loss is already divided by the global counts: gradients are summed, never averaged.
         calculate_per_token_loss=True,
         use_cpu_initialization=(

@@ -142,8 +142,10 @@ def join(
             assert_never(rule.kind)
 
 
-def separate(rule: Rule, parameter: torch.Tensor, architecture: Architecture) -> list[torch.Tensor]:
-    """Separate a whole Megatron parameter -> whole checkpoint tensors, in the order of the sources."""
+def separate(
+    rule: Rule, parameter: torch.Tensor, architecture: Architecture
+) -> list[torch.Tensor]:
+    """Cut a whole Megatron parameter into checkpoint tensors, in the order of the sources."""
     match rule.kind:
         case "replicated" | "rows" | "columns":
             return [parameter]
