@@ -9,22 +9,25 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     """Flat keys of the policy-gradient objective."""
 
     n_samples: PositiveCount = 8
-    """Rollouts per prompt group for GRPO."""
+    """Rollouts per prompt group for GRPO, in samples; divides batch_size."""
 
     advantage: Literal["grpo", "grpo_population_std", "dr_grpo", "rloo", "loo_std", "maxrl"] = (
         "grpo"
     )
-    """How rewards of a group become advantages."""
+    """How rewards of a group become advantages; the formulas are in libra.algorithms.advantage."""
 
     advantage_eps: PositiveFloat = 1e-6
     """Added to the standard deviation."""
 
     policy_loss: Literal["ppo_clip", "gspo", "cispo"] = "ppo_clip"
-    """Surrogate objective."""
+    """Surrogate objective: token ratios clipped (ppo_clip), sequence ratios (gspo), or clipped
+    weights with the gradient kept (cispo)."""
 
     clip_ratio_low: PositiveFloat = 0.2
+    """How far below 1 the ratio may count; 0.2 is PPO's."""
+
     clip_ratio_high: PositiveFloat = 0.2
-    """0.28 with clip_ratio_low 0.2 is DAPO's clip-higher."""
+    """How far above 1 the ratio may count; 0.28 with clip_ratio_low 0.2 is DAPO's clip-higher."""
 
     clip_ratio_dual: NonNegativeFloat = 0.0
     """Dual clip: cap of loss over |advantage| for negative advantages; 0 turns it off."""
@@ -43,12 +46,14 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     """Upper bound of the importance weight."""
 
     importance_floor: NonNegativeFloat = 0.5
-    """Lower bound for icepop."""
+    """Lower bound of the importance weight for icepop; weights outside the bounds count as 0."""
 
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the KL term to the reference policy; 0 loads no reference."""
 
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL term; k3 is unbiased and never negative."""
+
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
 

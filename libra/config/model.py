@@ -1,16 +1,18 @@
 """What is trained: the policy model and its tokenizer."""
 
-from libra.config.base import Config
+from libra.config.base import Config, PathText
 
 
 class ModelConfig(Config, frozen=True, kw_only=True):
     """Flat keys of the policy model."""
 
-    model_path: str
-    """Directory with the policy model in Hugging Face format (config.json and safetensors)."""
+    model_path: PathText
+    """Policy model path: a directory in Hugging Face format (config.json and safetensors). Nothing
+    is downloaded."""
 
-    tokenizer_path: str = ""
-    """Directory with tokenizer.json and the chat template; empty means `model_path`."""
+    tokenizer_path: PathText = ""
+    """Tokenizer path: a directory with tokenizer.json and the chat template. Defaults to
+    `model_path` when empty."""
 
     @property
     def resolved_tokenizer_path(self) -> str:

@@ -3,41 +3,116 @@
 from math import inf
 from typing import Literal
 
-from libra.config.base import Config, Count, NonNegativeFloat, PositiveCount, Seconds
+from libra.config.base import (
+    Bound,
+    Config,
+    Count,
+    NonNegativeFloat,
+    PositiveCount,
+    Seconds,
+)
 
 
 class PlannerConfig(Config, frozen=True, kw_only=True):
     """`global_resource_planner`."""
 
     initial_allocation_strategy: Literal["grp", "configured"] = "configured"
+    """grp runs planning before launch, with train_gpus + rollout_gpus as the budget; configured
+    keeps train_gpus, rollout_gpus and heterogeneous_rollout.instances as they are written."""
+
     allocation_granularity_gpus: PositiveCount = 1
+    """Step in GPUs of the split between training and rollout; normally one node or one
+    data-parallel replica."""
+
     min_train_gpus: PositiveCount = 1
+    """GPUs that training keeps in every plan."""
+
     min_rollout_gpus: PositiveCount = 1
+    """GPUs that rollout keeps in every plan; a reload goes on without a failed instance only while
+    this holds."""
+
     allowed_train_tp: list[PositiveCount] = []
+    """Candidate tensor-parallel degrees of training; empty means every one that fits."""
+
     allowed_train_ep: list[PositiveCount] = []
+    """Candidate expert-parallel degrees, only for MoE models; each divides the experts. Empty means
+    every one that fits."""
+
     allowed_train_pp: list[PositiveCount] = []
+    """Candidate pipeline-parallel degrees of training; empty means every one that fits."""
+
     allowed_rollout_tp: list[PositiveCount] = []
-    train_comm_compute_ratio_threshold: NonNegativeFloat = inf
-    train_ep_comm_compute_ratio_threshold: NonNegativeFloat = inf
-    train_pipeline_bubble_ratio_threshold: NonNegativeFloat = 0.30
+    """Candidate tensor-parallel degrees of rollout instances; empty means every one that fits."""
+
+    train_comm_compute_ratio_threshold: Bound = inf
+    """Prune TP branches whose estimated communication/compute ratio exceeds this; `.inf` prunes
+    none."""
+
+    train_ep_comm_compute_ratio_threshold: Bound = inf
+    """Prune EP branches whose estimated All-to-All/compute ratio exceeds this; `.inf` prunes
+    none."""
+
+    train_pipeline_bubble_ratio_threshold: Bound = 0.30
+    """Prune PP branches whose analytical bubble ratio exceeds this; `.inf` prunes none."""
+
     memory_budget_check_enabled: bool = True
+    """Include the temporary memory of recompute_logprobs in the budgets of candidate plans."""
+
     memory_budget_dry_run_enabled: bool = False
+    """Run one complete recompute probe on the real ranks before training."""
+
     memory_budget_safety_margin_bytes: Count = 2 * 2**30
+    """Device memory in bytes kept free outside the analytic estimate."""
+
     memory_budget_logits_dtype_bytes: PositiveCount = 4
+    """Width in bytes of the dtype assumed for the logits temporary; 4 is float32."""
+
     memory_budget_workspace_factor: NonNegativeFloat = 2.0
+    """Multiplier for logits and workspace temporaries that live at the same time."""
+
     runtime_dynamic_reconfiguration_enabled: bool = False
+    """Master switch for reconfiguration while the run goes on."""
+
     runtime_online_replanning: bool = False
+    """Use online metrics in planner decisions."""
+
     runtime_manage_rollout_processes: bool = True
+    """Let Libra start, stop and adopt rollout processes; false uses the servers in
+    heterogeneous_rollout.endpoints and never starts, stops or signals them."""
+
     runtime_rollout_reconfigure_strategy: Literal[
         "diff", "restart_all", "blue_green", "prewarm", "cluster_swap"
     ] = "diff"
+    """How rollout instances are brought to a new plan; diff touches only what changes."""
+
     runtime_cluster_swap_enabled: bool = False
+    """Enable exchange between the rollout and training pools without spare GPUs."""
+
     runtime_reconfigure_training: bool = False
+    """Enable training-side pool changes."""
+
     runtime_training_pool_plan_only: bool = False
+    """Record training-pool changes without attaching workers."""
+
     decouple_communication_domains: bool = True
+    """Keep elastic gradient traffic off the core training DP process group; false rebuilds the gang
+    at a step boundary when membership changes."""
+
     elastic_hybrid_replica_size_gpus: Count = 0
+    """Ranks in one complete TP x EP x PP x CP replica; 0 derives it from the training topology."""
+
     elastic_hybrid_min_rollout_gpus: Count = 1
+    """Rollout GPUs that the elastic hybrid pool may never borrow."""
+
     elastic_hybrid_max_workers: Count | None = None
+    """Deprecated and ignored, with a warning: the elastic hybrid pool has no policy maximum."""
+
     runtime_batch_collection_timeout_s: Seconds = 1800.0
+    """Seconds after which collecting a training batch counts as timed out; generous, since long
+    responses are the ones a short limit would cut."""
+
     runtime_batch_collection_max_retries: Count = 3
+    """Retries after a batch collection timeout."""
+
     runtime_drain_before_reconfigure: bool = True
+    """Drain in-flight rollout work before a change at run time."""

@@ -5,7 +5,9 @@ import msgspec
 from libra.config.algorithm import AlgorithmConfig
 from libra.config.base import Config
 from libra.config.data import DataConfig
+from libra.config.hardware import HardwareConfig
 from libra.config.model import ModelConfig
+from libra.config.model_arch import ModelArchConfig
 from libra.config.planning import PlannerConfig
 from libra.config.rollout import HeterogeneousRolloutConfig, RolloutConfig
 from libra.config.run_control import RunControlConfig
@@ -33,3 +35,8 @@ class RunConfig(Config, frozen=True, kw_only=True):
     )
     supervision: SupervisionConfig = msgspec.field(default_factory=SupervisionConfig)
     api: ApiConfig = msgspec.field(default_factory=ApiConfig)
+    hardware: HardwareConfig | None = None
+    """None: not said; the planner needs it."""
+
+    model_arch: ModelArchConfig | None = None
+    """None: not said and there is no config.json to read it from."""

@@ -15,7 +15,8 @@ class RunControlConfig(Config, frozen=True, kw_only=True):
     """Seeds data order, sampling seeds and initialisation."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where children run. On CPU a "GPU" is a slot: one rank or one tensor-parallel worker."""
+    """Where children run; auto takes CUDA when a device is there. On CPU a "GPU" is a slot: one
+    rank or one tensor-parallel worker."""
 
     total_steps: PositiveCount | None = None
     """Stop after this training step. At least one of total_steps, epochs, max_run_s is set."""
@@ -24,10 +25,11 @@ class RunControlConfig(Config, frozen=True, kw_only=True):
     """Stop when every prompt has been trained on this many times."""
 
     max_run_s: Seconds | None = None
-    """Stop, with a save, after this much wall time in one process's life."""
+    """Stop, with a save, after this many seconds of wall time in one process's life."""
 
     save_interval: Count = 10
     """Training steps between checkpoints; 0 saves only when the run stops."""
 
     keep_last: PositiveCount = 2
-    """Complete checkpoints, and published weight versions, that are kept."""
+    """Complete checkpoints, and published weight versions, that are kept: two, so that one
+    survives a crash while its successor is written."""

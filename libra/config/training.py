@@ -5,6 +5,7 @@ from typing import Literal
 from libra.config.base import (
     Config,
     Count,
+    DecayRate,
     Fraction,
     NonNegativeFloat,
     PositiveCount,
@@ -16,49 +17,52 @@ class TrainingConfig(Config, frozen=True, kw_only=True):
     """Flat keys of the core training pool."""
 
     train_backend: Literal["megatron_core", "fsdp"] = "megatron_core"
-    """Training backend."""
+    """Training backend; defaults to megatron_core."""
 
     train_gpus: PositiveCount = 1
-    """GPUs (on CPU: ranks) of the core training pool."""
+    """GPUs assigned to the core training pool (on CPU: ranks). The data-parallel size is
+    train_gpus / (train_tp_size x train_pp_size x train_cp_size)."""
 
     train_tp_size: PositiveCount = 1
-    """Tensor-parallel size for training."""
+    """Tensor-parallel size for training; divides the attention heads."""
 
     train_pp_size: PositiveCount = 1
-    """Pipeline-parallel size for training."""
+    """Pipeline-parallel size for training; divides the layers."""
 
     train_cp_size: PositiveCount = 1
     """Context-parallel size for Megatron-Core."""
 
     train_ep_size: PositiveCount = 1
-    """Expert-parallel size; only for MoE models."""
+    """Expert-parallel size; only for MoE models, divides the experts and the data-parallel size."""
 
     train_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of parameters in forward and backward; main weights and gradients are float32."""
 
     batch_size: PositiveCount = 32
-    """Trajectories (samples, not prompts) per training step: batch_size / n_samples prompts."""
+    """Global training batch size in trajectories (samples, not prompts) per training step:
+    batch_size / n_samples prompts."""
 
     mini_batch_size: Count = 0
-    """Trajectories per optimizer step; 0 takes the whole batch. Must divide batch_size."""
+    """Trajectories (samples) per optimizer step; 0 takes the whole batch. Divides batch_size."""
 
     micro_batch_size: PositiveCount = 1
-    """Trajectories per forward and backward pass on one data-parallel rank."""
+    """Trajectories (samples) per forward and backward pass on one data-parallel rank."""
 
     recompute_logprobs: bool = True
     """Recompute log probabilities with the current model before the step (the proximal policy)."""
 
     recompute_micro_batch_size: PositiveCount = 1
-    """Rows of the temporary batch of recompute_logprobs only; 1 bounds logits memory."""
+    """Samples in the temporary batch used only by recompute_logprobs; defaults to 1 to bound logits
+    memory."""
 
     learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW; 1e-6 is usual for RL post-training."""
 
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Decay after warm-up, stepped once per optimizer step."""
 
     lr_warmup_steps: Count = 0
-    """Optimizer steps of linear warm-up."""
+    """Optimizer steps of linear warm-up from 0."""
 
     lr_decay_steps: Count = 0
     """Optimizer steps until the minimum is reached; 0 derives it from total_steps."""
@@ -67,9 +71,17 @@ class TrainingConfig(Config, frozen=True, kw_only=True):
     """Learning rate at the end of the decay, as a fraction of the peak."""
 
     weight_decay: NonNegativeFloat = 0.0
-    adam_beta1: Fraction = 0.9
-    adam_beta2: Fraction = 0.95
+    """AdamW's decoupled weight decay."""
+
+    adam_beta1: DecayRate = 0.9
+    """AdamW's decay of the first moment."""
+
+    adam_beta2: DecayRate = 0.95
+    """AdamW's decay of the second moment."""
+
     adam_eps: PositiveFloat = 1e-8
+    """Added to AdamW's denominator."""
+
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient-norm clip; 0 turns it off."""
 
@@ -87,7 +99,7 @@ class MegatronConfig(Config, frozen=True, kw_only=True):
     """Offload optimizer state to CPU."""
 
     megatron_optimizer_offload_fraction: Fraction = 0.0
-    """Fraction of optimizer state to offload."""
+    """Fraction of optimizer state to offload; needs megatron_optimizer_cpu_offload."""
 
     megatron_use_cpu_initialization: bool = True
     """Build model weights through CPU initialization."""
@@ -99,7 +111,7 @@ class MegatronConfig(Config, frozen=True, kw_only=True):
     """Shard optimizer state over data-parallel ranks."""
 
     megatron_sequence_parallel: bool = False
-    """Sequence parallelism inside the tensor-parallel group."""
+    """Sequence parallelism inside the tensor-parallel group; needs train_tp_size above 1."""
 
     megatron_recompute_granularity: Literal["none", "selective", "full"] = "none"
-    """Activation recompute."""
+    """Activations computed again in the backward pass instead of kept."""

@@ -13,7 +13,7 @@ class WeightsConfig(Config, frozen=True, kw_only=True):
     """Flat keys of weight synchronisation."""
 
     sync_interval: PositiveCount = 1
-    """Training steps between weight sync attempts."""
+    """Training steps between weight sync attempts; max_head_offpolicyness is at least one less."""
 
     rollout_weight_sync_mode: Literal["none", "restart", "nccl"] = "restart"
     """`restart`: one reload request per version through a checkpoint on disk; `nccl`: vLLM's native
@@ -23,10 +23,12 @@ class WeightsConfig(Config, frozen=True, kw_only=True):
     """`restart` replaces the server process; `inplace` refreshes the resident workers."""
 
     rollout_weight_reload_strategy: ReloadStrategy = "parallel"
-    """All instances at once, or one at a time per node."""
+    """Reload rollout instances concurrently with parallel (default), or one at a time per node with
+    serial, for nodes that cannot tolerate concurrent model loads."""
 
     rollout_weight_pause_mode: PauseMode = "keep"
-    """What happens to requests in flight during an inplace reload."""
+    """Requests in flight during an inplace reload: keep freezes and continues them under the new
+    weights, wait lets them finish, abort ends them with what they have."""
 
     rollout_weight_ack_timeout_s: Seconds = 600.0
-    """Longest wait for one instance's ACK."""
+    """Longest wait for one instance's ACK, in seconds."""

@@ -1,5 +1,6 @@
 """One finished trajectory: the token ids the engine produced, kept verbatim."""
 
+from math import isfinite
 from typing import Literal
 
 import msgspec
@@ -8,6 +9,20 @@ from libra.ids import GroupId, InstanceId, PolicyVersion, PromptId, TrajectoryId
 from libra.wire.instance import VersionSpan
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+FailureKind = Literal[
+    "engine", "timeout", "workflow", "prefix", "alignment", "reward", "lease", "cancelled"
+]
+"""Why a sample gave no trajectory: no engine answered; one went silent; the workflow raised; a turn
+did not start with the ids of the turn before; lengths or spans disagree; the reward failed; the
+sample was lost track of; the run is stopping."""
+
+
+class SampleFailed(msgspec.Struct, frozen=True):
+    """The value a failed sample leaves behind instead of a trajectory."""
+
+    kind: FailureKind
+    message: str
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,3 +75,42 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_response_tokens(self) -> int:
         return sum(self.loss_mask)
+
+
+def alignment_error(trajectory: Trajectory) -> str | None:
+    """What is wrong with the per-token fields, or None when they describe the same tokens.
+
+    Checked once at the border between workflows, which users write, and everything behind them.
+    """
+    length = len(trajectory.token_ids)
+    if len(trajectory.loss_mask) != length or len(trajectory.rollout_logprobs) != length:
+        return (
+            f"{length} token ids, {len(trajectory.loss_mask)} mask entries and "
+            f"{len(trajectory.rollout_logprobs)} logprobs"
+        )
+    if any(trajectory.loss_mask[: trajectory.num_prompt_tokens]):
+        return f"a loss mask inside the {trajectory.num_prompt_tokens} prompt tokens"
+    if not 0 < trajectory.num_prompt_tokens <= length:
+        return f"{trajectory.num_prompt_tokens} prompt tokens in {length} tokens"
+    return _span_error(trajectory) or _logprob_error(trajectory)
+
+
+def _span_error(trajectory: Trajectory) -> str | None:
+    covered = [0] * len(trajectory.token_ids)
+    end_of_last = 0
+    for span in trajectory.version_spans:
+        if not end_of_last <= span.start < span.end <= len(covered):
+            return f"version span [{span.start}, {span.end}) after position {end_of_last}"
+        covered[span.start : span.end] = [1] * (span.end - span.start)
+        end_of_last = span.end
+    if tuple(covered) != trajectory.loss_mask:
+        return "version spans that cover other tokens than the loss mask"
+    return None if trajectory.version_spans else "no sampled token"
+
+
+def _logprob_error(trajectory: Trajectory) -> str | None:
+    pairs = zip(trajectory.loss_mask, trajectory.rollout_logprobs, strict=True)
+    for position, (mask, logprob) in enumerate(pairs):
+        if not isfinite(logprob) or (not mask and logprob):
+            return f"logprob {logprob} at position {position} with mask {mask}"
+    return None

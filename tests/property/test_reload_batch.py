@@ -9,7 +9,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from reload_messages import reload_ack, reload_request
 
 from libra.weights.judge import judge_acks
 from libra.weights.reload import (
@@ -21,6 +20,7 @@ from libra.weights.reload import (
     ReloadBatch,
     SendReload,
 )
+from reload_messages import reload_ack, reload_request
 
 ACK_TIMEOUT_S = 3.0
 FAILURES = [

@@ -2,7 +2,6 @@ import json
 
 import numpy as np
 import pytest
-from weight_dirs import publish_weights, tiny_tensors
 
 from libra.errors import DataError
 from libra.storage.safetensors_header import read_header
@@ -15,6 +14,7 @@ from libra.storage.weights_files import (
     write_manifest,
 )
 from libra.weights.manifest import MANIFEST_NAME
+from weight_dirs import publish_weights, tiny_tensors
 
 
 def verify(directory, **how):

@@ -1,10 +1,10 @@
 import math
 
 import pytest
-from reload_messages import reload_ack, reload_request
 
 from libra.errors import InvariantError
 from libra.weights.judge import judge_acks, probe_tolerance_of
+from reload_messages import reload_ack, reload_request
 
 REQUEST = reload_request()
 

@@ -1,5 +1,4 @@
 import pytest
-from reload_messages import member, reload_ack, reload_request
 
 from libra.weights.judge import judge_acks
 from libra.weights.reload import (
@@ -11,6 +10,7 @@ from libra.weights.reload import (
     ReloadBatch,
     SendReload,
 )
+from reload_messages import member, reload_ack, reload_request
 
 REQUEST = reload_request()
 

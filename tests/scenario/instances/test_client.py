@@ -6,16 +6,16 @@ import statistics
 
 import anyio
 import pytest
+
 from fake_vllm import FakeVllm, default_answer, default_probe
+from libra import clock
+from libra.errors import OverloadedError, PeerError, RefusedError, RejectedError
+from libra.wire.instance import Sampling, VersionSpan
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.transport import CallLimits, ConnectionLostError
 from reload_messages import reload_request
 
-from libra import clock
-from libra.errors import OverloadedError, PeerError, RefusedError, RejectedError
-from libra.wire.instance import Sampling, VersionSpan
-
-TOKEN = "secret"  # noqa: S105
+TOKEN = "secret"
 SAMPLING = Sampling(max_new_tokens=8, seed=3)
 PROMPT = [5, 6, 7]
 
@@ -85,7 +85,7 @@ async def test_a_reload_is_acknowledged_and_shows_in_the_state(server, client):
 
 
 async def test_a_wrong_token_is_the_callers_fault(server):
-    async with InstanceClient("vllm-0", server.url, token="wrong") as client:  # noqa: S106
+    async with InstanceClient("vllm-0", server.url, token="wrong") as client:
         with pytest.raises(RejectedError, match="401 while reloading v7: the token is wrong"):
             await client.reload(reload_request(), timeout_s=5.0)
 

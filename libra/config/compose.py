@@ -1,0 +1,182 @@
+"""Several files and overrides to one tree: the nearer wins, mappings merge key by key.
+
+`base_config`, `hardware_config` and `model_arch_config` name files relative to the file that
+names them. An empty mapping `{}` clears what the files below it said.
+"""
+
+from collections.abc import Mapping, Sequence
+from os.path import normpath
+from pathlib import Path
+
+import msgspec
+
+from libra.config.document import ListNode, MapNode, Node, Scalar, parse_document
+from libra.config.files import Files
+from libra.config.problems import Place, Problem
+
+BASE_KEY = "base_config"
+SECTION_OF_REFERENCE = {"hardware_config": "hardware", "model_arch_config": "model_arch"}
+"""Keys that name a file, and the section which that file fills."""
+
+COMPOSITION_DOCS: Mapping[str, str] = {
+    BASE_KEY: "File, or list of files, below this one: mappings merge key by key, this file wins.",
+    "hardware_config": "File that fills `hardware`; what this file says there wins.",
+    "model_arch_config": "File that fills `model_arch`; what this file says there wins.",
+}
+MAX_INDEX_DIGITS = 18
+
+
+class Composed(msgspec.Struct, frozen=True, kw_only=True):
+    """What composition found."""
+
+    tree: MapNode
+    problems: tuple[Problem, ...]
+    sources: tuple[str, ...]
+    """Files read, in the order of first reading."""
+
+
+def compose(
+    path: Path, files: Files, *, environment: MapNode, overrides: Sequence[MapNode]
+) -> Composed:
+    """Tree of `path`, under `environment`, under `overrides`. Problems instead of errors."""
+    composer = _Composer(files)
+    tree = composer.read(path, named_by=None, chain=())
+    for layer in (environment, *overrides):
+        tree = _merge_entries(tree, composer.without_base(layer))
+    tree = composer.with_references(tree)
+    return Composed(tree=tree, problems=tuple(composer.problems), sources=tuple(composer.sources))
+
+
+def parse_override(text: str, working_directory: str) -> tuple[MapNode, tuple[Problem, ...]]:
+    """`a.b=VALUE` as a tree with one leaf; VALUE is YAML. A segment of digits is a number."""
+    place = Place(f"-o {text}", None, working_directory)
+    key, equals, value_text = text.partition("=")
+    segments = key.strip().split(".")
+    if not equals or not all(segments):
+        what = "an override is KEY=VALUE, the key a dotted path"
+        return MapNode({}, place), (Problem(path=key, what=what, place=place),)
+    node, problems = parse_document(value_text, place, lines_matter=False)
+    for segment in reversed(segments):
+        node = MapNode({int(segment) if _is_index(segment) else segment: node}, place)
+    path = key.strip()
+    return (
+        node if isinstance(node, MapNode) else MapNode({}, place),
+        tuple(msgspec.structs.replace(found, path=found.path or path) for found in problems),
+    )
+
+
+def merge(far: Node, near: Node) -> Node:
+    """`near` over `far`. Two mappings merge key by key, unless `near` is empty: that clears."""
+    if not (isinstance(far, MapNode) and isinstance(near, MapNode) and near.entries):
+        return near
+    return _merge_entries(far, near)
+
+
+def _merge_entries(far: MapNode, near: MapNode) -> MapNode:
+    entries = dict(far.entries)
+    for key, node in near.entries.items():
+        entries[key] = merge(entries[key], node) if key in entries else node
+    return MapNode(entries, near.place)
+
+
+def _is_index(segment: str) -> bool:
+    return segment.isascii() and segment.isdigit() and len(segment) <= MAX_INDEX_DIGITS
+
+
+class _Composer:
+    def __init__(self, files: Files) -> None:
+        self.problems: list[Problem] = []
+        self.sources: list[str] = []
+        self._files = files
+
+    def read(self, path: Path, *, named_by: Problem | None, chain: tuple[str, ...]) -> MapNode:
+        """Read the mapping in `path`, its bases below it; empty when there is none.
+
+        `named_by` is an empty problem at the place that names the file; None for the first one.
+        """
+        directory = self._files.directory_of(path)
+        source = path.as_posix()
+        identity = f"{directory}/{path.name}"
+        origin = named_by or Problem(path="", what="", place=Place(source, None, directory))
+        if identity in chain:
+            cycle = " -> ".join([*chain[chain.index(identity) :], identity])
+            self._report(origin, f"the files name each other in a cycle: {cycle}")
+            return MapNode({}, Place(source, None, directory))
+        node = self._parse(path, Place(source, None, directory), origin)
+        return self._with_bases(node, (*chain, identity))
+
+    def without_base(self, layer: MapNode) -> MapNode:
+        """Refuse `base_config` in an override: there is no file for a base to be under."""
+        if BASE_KEY not in layer.entries:
+            return layer
+        origin = Problem(path=BASE_KEY, what="", place=layer.place)
+        self._report(origin, "cannot be overridden", hint="name that file as CONFIG")
+        return MapNode({k: v for k, v in layer.entries.items() if k != BASE_KEY}, layer.place)
+
+    def with_references(self, tree: MapNode) -> MapNode:
+        """`hardware_config` and `model_arch_config` read in below the section they fill."""
+        entries = dict(tree.entries)
+        for key, section in SECTION_OF_REFERENCE.items():
+            node = entries.pop(key, None)
+            for path, origin in self._named_files(key, node):
+                below = self.read(path, named_by=origin, chain=())
+                entries[section] = merge(below, entries[section]) if section in entries else below
+        return MapNode(entries, tree.place)
+
+    def _with_bases(self, node: MapNode, chain: tuple[str, ...]) -> MapNode:
+        entries = dict(node.entries)
+        bases = self._named_files(BASE_KEY, entries.pop(BASE_KEY, None))
+        tree = MapNode({}, node.place)
+        for base, origin in bases:
+            tree = _merge_entries(tree, self.read(base, named_by=origin, chain=chain))
+        return _merge_entries(tree, MapNode(entries, node.place))
+
+    def _named_files(self, key: str, node: Node | None) -> list[tuple[Path, Problem]]:
+        """Paths that `node` names, each with an empty problem at its place."""
+        if node is None:
+            return []
+        items = node.items if key == BASE_KEY and isinstance(node, ListNode) else (node,)
+        found: list[tuple[Path, Problem]] = []
+        for item in items:
+            origin = Problem(path=key, what="", place=item.place)
+            match item:
+                case Scalar(value=None) | Scalar(value=""):
+                    pass
+                case Scalar(value=str(text)):
+                    found.append((_beside(item.place, text), origin))
+                case _:
+                    self._report(origin, "wants the path of a file")
+        return found
+
+    def _parse(self, path: Path, place: Place, origin: Problem) -> MapNode:
+        empty = MapNode({}, place)
+        try:
+            text = self._files.read_text(path)
+        except OSError as exc:
+            self._report(origin, f"cannot read {path}: {exc.strerror or exc}")
+            return empty
+        except ValueError as exc:
+            self._report(origin, f"cannot read {path}: {exc}")
+            return empty
+        if place.source not in self.sources:
+            self.sources.append(place.source)
+        node, problems = parse_document(text, place)
+        self.problems += problems
+        match node:
+            case MapNode():
+                return node
+            case Scalar(value=None):
+                return empty
+            case _:
+                what = "the document is not a mapping of options"
+                self.problems.append(Problem(path="", what=what, place=node.place))
+                return empty
+
+    def _report(self, origin: Problem, what: str, *, hint: str = "") -> None:
+        self.problems.append(msgspec.structs.replace(origin, what=what, hint=hint))
+
+
+def _beside(place: Place, text: str) -> Path:
+    """Path `text` seen from the file that says it, in the words that the user would use."""
+    directory = Path(place.directory) if place.line is None else Path(place.source).parent
+    return Path(normpath(directory / text))

@@ -1,0 +1,42 @@
+"""RunConfig to text that loads back equal: JSON for child processes, YAML for people."""
+
+import json
+from typing import Any
+
+import msgspec
+import yaml
+
+from libra.config.run import RunConfig
+from libra.config.surface import FLAT_SECTIONS
+
+
+def dump_resolved(config: RunConfig) -> bytes:
+    """JSON by section, for `libra.config.load.load_resolved`.
+
+    An unbounded number is written as `Infinity`, which strict JSON parsers refuse: it keeps the
+    round trip exact even inside workflow_args, where text and number could not be told apart.
+    """
+    return json.dumps(msgspec.to_builtins(config), ensure_ascii=True).encode()
+
+
+def parse_resolved(data: bytes) -> RunConfig:
+    """Inverse of `dump_resolved`. Raises ValueError when `data` is anything else."""
+    return msgspec.convert(json.loads(data), RunConfig, str_keys=True)
+
+
+def surface_of(config: RunConfig) -> dict[str, Any]:
+    """Every option under the name and nesting that users write; absent sections left out."""
+    surface: dict[str, Any] = {}
+    for section, values in msgspec.to_builtins(config).items():
+        if section in FLAT_SECTIONS:
+            surface.update(values)
+        elif values is not None:
+            surface[section] = values
+    return surface
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """YAML in the form of a configuration file, every option written out."""
+    return yaml.safe_dump(
+        surface_of(config), sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
+    )

@@ -1,0 +1,154 @@
+"""Budgets, minima and candidates of the planner; switches of the elastic runtime."""
+
+from collections.abc import Iterator
+
+from libra.config.arithmetic import model_parallel_size, nearest_divisors, planner_decides
+from libra.config.problems import Problem
+from libra.config.run import RunConfig
+
+PLANNER = "global_resource_planner"
+MASTER_SWITCH = f"{PLANNER}.runtime_dynamic_reconfiguration_enabled"
+BEHIND_THE_MASTER_SWITCH = (
+    "runtime_online_replanning",
+    "runtime_cluster_swap_enabled",
+    "runtime_reconfigure_training",
+    "runtime_training_pool_plan_only",
+)
+
+
+def minima_fit(config: RunConfig) -> Iterator[Problem]:
+    """Check each side's minimum against what the run has."""
+    planner = config.global_resource_planner
+    train, rollout = config.training.train_gpus, config.rollout.rollout_gpus
+    if planner_decides(config):
+        needed = planner.min_train_gpus + planner.min_rollout_gpus
+        if needed > train + rollout:
+            yield Problem(
+                path=f"{PLANNER}.min_train_gpus",
+                what=f"the minima, {planner.min_train_gpus} + {planner.min_rollout_gpus}, exceed "
+                f"the budget of {train + rollout} GPUs (train_gpus + rollout_gpus)",
+                related=(f"{PLANNER}.min_rollout_gpus", "train_gpus", "rollout_gpus"),
+            )
+        return
+    yield from _at_most("min_train_gpus", planner.min_train_gpus, "train_gpus", train)
+    if planner.runtime_manage_rollout_processes:
+        yield from _at_most("min_rollout_gpus", planner.min_rollout_gpus, "rollout_gpus", rollout)
+
+
+def granularity_fits(config: RunConfig) -> Iterator[Problem]:
+    """Check that the budget holds a step for each side."""
+    planner = config.global_resource_planner
+    if not planner_decides(config):
+        return
+    total, step = (
+        config.training.train_gpus + config.rollout.rollout_gpus,
+        planner.allocation_granularity_gpus,
+    )
+    if total % step or total < 2 * step:
+        yield Problem(
+            path=f"{PLANNER}.allocation_granularity_gpus",
+            what=f"steps of {step} GPUs do not split a budget of {total} in two",
+            hint=f"nearest: {_or(nearest_divisors(min(step, total // 2), total))}",
+            related=("train_gpus", "rollout_gpus"),
+        )
+
+
+def replica_size(config: RunConfig) -> Iterator[Problem]:
+    """Check an explicit hybrid replica against the training topology."""
+    size = config.global_resource_planner.elastic_hybrid_replica_size_gpus
+    derived = model_parallel_size(config) * config.training.train_ep_size
+    if size and size != derived:
+        yield Problem(
+            path=f"{PLANNER}.elastic_hybrid_replica_size_gpus",
+            what=f"{size} is not the ranks of one TP x EP x PP x CP replica, {derived}",
+            hint=f"write {derived}, or 0 to derive it",
+            related=("train_tp_size", "train_ep_size", "train_pp_size", "train_cp_size"),
+        )
+
+
+def expert_candidates(config: RunConfig) -> Iterator[Problem]:
+    """Check allowed_train_ep against the experts."""
+    arch = config.model_arch
+    for index, ep in enumerate(config.global_resource_planner.allowed_train_ep):
+        path = f"{PLANNER}.allowed_train_ep[{index}]"
+        if arch is None or ep == 1:
+            continue
+        if not arch.num_experts:
+            what = f"is {ep}, but {arch.architecture} has no experts"
+            yield Problem(path=path, what=what, hint="nearest: 1", related=("model_arch",))
+        elif arch.num_experts % ep:
+            nearest = _or(nearest_divisors(ep, arch.num_experts))
+            what = f"{ep} does not divide the experts, {arch.num_experts}"
+            yield Problem(path=path, what=what, hint=f"nearest: {nearest}", related=("model_arch",))
+
+
+def master_switch(config: RunConfig) -> Iterator[Problem]:
+    """Check that nothing of the elastic runtime is on without its master switch."""
+    planner = config.global_resource_planner
+    if planner.runtime_dynamic_reconfiguration_enabled:
+        return
+    for name in BEHIND_THE_MASTER_SWITCH:
+        if getattr(planner, name):
+            yield Problem(
+                path=f"{PLANNER}.{name}",
+                what=f"needs {MASTER_SWITCH}, which is false",
+                hint="set that to true, or this to false",
+                related=(MASTER_SWITCH,),
+            )
+
+
+def swap_strategy(config: RunConfig) -> Iterator[Problem]:
+    """Check that the strategy's own switch is on."""
+    planner = config.global_resource_planner
+    if (
+        planner.runtime_rollout_reconfigure_strategy == "cluster_swap"
+        and not planner.runtime_cluster_swap_enabled
+    ):
+        yield Problem(
+            path=f"{PLANNER}.runtime_rollout_reconfigure_strategy",
+            what="cluster_swap needs runtime_cluster_swap_enabled, which is false",
+            hint="set that to true or choose diff",
+            related=(f"{PLANNER}.runtime_cluster_swap_enabled",),
+        )
+
+
+def cluster_is_large_enough(config: RunConfig) -> Iterator[Problem]:
+    """Check the GPUs that are used against those that `hardware` describes."""
+    hardware = config.hardware
+    if hardware is None or config.control.device == "cpu":
+        return
+    there = hardware.nodes * hardware.gpus_per_node
+    used = config.training.train_gpus + config.rollout.rollout_gpus
+    if used > there:
+        yield Problem(
+            path="hardware.nodes",
+            what=f"{hardware.nodes} nodes x {hardware.gpus_per_node} GPUs are fewer than "
+            f"train_gpus + rollout_gpus, {used}",
+            hint=f"at least {-(-used // hardware.gpus_per_node)} nodes",
+            related=("train_gpus", "rollout_gpus", "hardware.gpus_per_node"),
+        )
+
+
+def _or(values: tuple[int, ...]) -> str:
+    return " or ".join(str(value) for value in values)
+
+
+def _at_most(name: str, value: int, limit_name: str, limit: int) -> Iterator[Problem]:
+    if value > limit:
+        yield Problem(
+            path=f"{PLANNER}.{name}",
+            what=f"{value} exceeds {limit_name}, {limit}",
+            hint=f"nearest: {limit}" if limit else "",
+            related=(limit_name,),
+        )
+
+
+RULES = (
+    minima_fit,
+    granularity_fits,
+    replica_size,
+    expert_candidates,
+    master_switch,
+    swap_strategy,
+    cluster_is_large_enough,
+)

@@ -1,0 +1,103 @@
+"""The plan: which slots train, which slots serve, and how each side is cut up."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from libra.config.run import RunConfig
+from libra.errors import InfeasiblePlanError
+from libra.ids import InstanceId, NodeRank, SlotId
+
+
+class TrainPlacement(msgspec.Struct, frozen=True, kw_only=True):
+    """The core training pool. World size is tp x pp x cp x dp; EP lives inside it."""
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    dp: int
+    slots: tuple[SlotId, ...]
+    node: NodeRank = NodeRank(0)
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+
+class InstancePlacement(msgspec.Struct, frozen=True, kw_only=True):
+    """One vLLM server on `tp` slots of one node."""
+
+    instance_id: InstanceId
+    tp: int
+    slots: tuple[SlotId, ...]
+    node: NodeRank = NodeRank(0)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Immutable; a change of mind is another Plan."""
+
+    strategy: str
+    train: TrainPlacement
+    instances: tuple[InstancePlacement, ...]
+
+    @property
+    def num_rollout_gpus(self) -> int:
+        return sum(instance.tp for instance in self.instances)
+
+
+def configured_plan(config: RunConfig) -> Plan:
+    """The split that the configuration pins: rollout on the first slots, training after them.
+
+    Raises InfeasiblePlanError when the pinned buckets do not use exactly `rollout_gpus`, or a
+    minimum is not kept.
+    """
+    training, planner = config.training, config.global_resource_planner
+    model_parallel = training.train_tp_size * training.train_pp_size * training.train_cp_size
+    if training.train_gpus % model_parallel:
+        raise InfeasiblePlanError(
+            f"train_gpus {training.train_gpus} is not a multiple of TP x PP x CP = {model_parallel}"
+        )
+    instances = tuple(_instances(config))
+    num_rollout_gpus = sum(instance.tp for instance in instances)
+    if num_rollout_gpus != config.rollout.rollout_gpus:
+        raise InfeasiblePlanError(
+            f"heterogeneous_rollout.instances use {num_rollout_gpus} GPUs, "
+            f"rollout_gpus is {config.rollout.rollout_gpus}"
+        )
+    if num_rollout_gpus < planner.min_rollout_gpus:
+        raise InfeasiblePlanError(
+            f"rollout_gpus {num_rollout_gpus} is below min_rollout_gpus {planner.min_rollout_gpus}"
+        )
+    if training.train_gpus < planner.min_train_gpus:
+        raise InfeasiblePlanError(
+            f"train_gpus {training.train_gpus} is below min_train_gpus {planner.min_train_gpus}"
+        )
+    return Plan(
+        strategy="configured",
+        train=TrainPlacement(
+            tp=training.train_tp_size,
+            pp=training.train_pp_size,
+            cp=training.train_cp_size,
+            ep=training.train_ep_size,
+            dp=training.train_gpus // model_parallel,
+            slots=tuple(SlotId(num_rollout_gpus + index) for index in range(training.train_gpus)),
+        ),
+        instances=instances,
+    )
+
+
+def _instances(config: RunConfig) -> Iterator[InstancePlacement]:
+    next_slot = 0
+    for index, tp in enumerate(_tp_degrees(config)):
+        slots = tuple(SlotId(next_slot + offset) for offset in range(tp))
+        next_slot += tp
+        yield InstancePlacement(instance_id=InstanceId(f"vllm-{index}"), tp=tp, slots=slots)
+
+
+def _tp_degrees(config: RunConfig) -> Iterator[int]:
+    buckets = config.heterogeneous_rollout.instances
+    if not buckets:
+        yield from (1 for _ in range(config.rollout.rollout_gpus))
+    for bucket in buckets:
+        yield from (bucket.tp for _ in range(bucket.count))

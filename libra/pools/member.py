@@ -1,0 +1,74 @@
+"""One rollout instance's states, and the table of legal moves between them."""
+
+from enum import Enum
+
+import msgspec
+
+from libra.errors import InvariantError
+from libra.ids import Incarnation, InstanceId, PolicyVersion
+
+
+class MemberState(Enum):
+    STARTING = "starting"
+    """A process is coming up, or is about to be started."""
+
+    STALE = "stale"
+    """Answers, but not (known to be) at the committed version: never routed to."""
+
+    RELOADING = "reloading"
+    SERVING = "serving"
+    """At the committed version; the only state that is routed to."""
+
+    DRAINING = "draining"
+    """No new requests; those in flight go on."""
+
+    QUARANTINED = "quarantined"
+    """A reload failed: its weights are unknown. It is replaced by a restart."""
+
+    RESTARTING = "restarting"
+    """The process is gone; its restart policy is at work."""
+
+    GONE = "gone"
+    """Its restart budget is spent, or it left; the pool goes on without it."""
+
+
+_ENDS = frozenset({MemberState.RESTARTING, MemberState.GONE})
+ANSWERING = frozenset(
+    {MemberState.STALE, MemberState.RELOADING, MemberState.SERVING, MemberState.DRAINING}
+)
+
+LEGAL_MOVES: dict[MemberState, frozenset[MemberState]] = {
+    MemberState.STARTING: _ENDS | {MemberState.STALE},
+    # A process that answers may come to answer in another way, turn out broken, or end.
+    **{state: (ANSWERING - {state}) | _ENDS | {MemberState.QUARANTINED} for state in ANSWERING},
+    MemberState.QUARANTINED: _ENDS,
+    MemberState.RESTARTING: frozenset({MemberState.STARTING, MemberState.GONE}),
+    MemberState.GONE: frozenset(),
+}
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance as the pool sees it; a change of state is another Member."""
+
+    instance_id: InstanceId
+    num_gpus: int
+    state: MemberState = MemberState.STARTING
+    since: float
+    """Instant of the last change of state."""
+
+    incarnation: Incarnation | None = None
+    version: PolicyVersion | None = None
+    """None: unknown."""
+
+    is_drained_by_operator: bool = False
+    last_error: str = ""
+    num_restarts: int = 0
+
+
+def moved(member: Member, state: MemberState, *, now: float, **changes: object) -> Member:
+    """Return `member` in another state. Raises InvariantError when the move is not in the table."""
+    if state not in LEGAL_MOVES[member.state]:
+        raise InvariantError(
+            f"{member.instance_id} cannot go from {member.state.value} to {state.value}"
+        )
+    return msgspec.structs.replace(member, state=state, since=now, **changes)

@@ -1,0 +1,152 @@
+"""The rollout pool: what every instance is doing, and whether enough of them serve. Pure."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from libra.errors import InvariantError
+from libra.ids import Incarnation, InstanceId, PolicyVersion
+from libra.pools.member import ANSWERING, Member, MemberState, moved
+
+
+class RolloutPool:
+    """Members by instance id. An event of an incarnation that has ended changes nothing."""
+
+    def __init__(self, instances: Iterable[tuple[InstanceId, int]], *, now: float) -> None:
+        """`instances` gives each instance's id and the number of GPUs it holds."""
+        self._members = {
+            instance_id: Member(instance_id=instance_id, num_gpus=num_gpus, since=now)
+            for instance_id, num_gpus in instances
+        }
+
+    def __getitem__(self, instance_id: InstanceId) -> Member:
+        return self._members[instance_id]
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return tuple(self._members.values())
+
+    def ids_in(self, *states: MemberState) -> tuple[InstanceId, ...]:
+        return tuple(m.instance_id for m in self._members.values() if m.state in states)
+
+    def num_gpus_in(self, *states: MemberState) -> int:
+        return sum(m.num_gpus for m in self._members.values() if m.state in states)
+
+    @property
+    def num_possible_gpus(self) -> int:
+        """GPUs that serve now or may serve again."""
+        return sum(m.num_gpus for m in self._members.values() if m.state is not MemberState.GONE)
+
+    @property
+    def answering_ids(self) -> tuple[InstanceId, ...]:
+        """Instances whose process answers and is not known to be broken."""
+        return tuple(m.instance_id for m in self._members.values() if m.state in ANSWERING)
+
+    @property
+    def is_settled(self) -> bool:
+        """True when no member is on its way up."""
+        return not self.ids_in(MemberState.STARTING, MemberState.RESTARTING)
+
+    def on_started(self, instance_id: InstanceId, incarnation: Incarnation, *, now: float) -> None:
+        """A process for the instance has been spawned."""
+        member = self._members[instance_id]
+        if member.state is MemberState.RESTARTING:
+            member = moved(member, MemberState.STARTING, now=now)
+        self._set(msgspec.structs.replace(member, incarnation=incarnation, version=None, since=now))
+
+    def on_answering(self, instance_id: InstanceId, *, now: float) -> None:
+        """The process answers; which weights it holds still has to be shown."""
+        member = self._members[instance_id]
+        if member.state is MemberState.STARTING:
+            self._set(moved(member, MemberState.STALE, now=now))
+
+    def on_reload_begun(self, instance_id: InstanceId, *, now: float) -> None:
+        """A reload was asked for; a later request supersedes one that is still open."""
+        member = self._members[instance_id]
+        if member.state is not MemberState.RELOADING:
+            self._set(moved(member, MemberState.RELOADING, now=now))
+
+    def on_version_confirmed(
+        self,
+        instance_id: InstanceId,
+        incarnation: Incarnation | None,
+        version: PolicyVersion,
+        *,
+        committed: PolicyVersion,
+        now: float,
+    ) -> bool:
+        """The instance proved which version it holds. True when it may be routed to now."""
+        member = self._members[instance_id]
+        if incarnation != member.incarnation or member.state in _UNUSABLE:
+            return False
+        if version != committed:
+            state = MemberState.STALE
+        elif member.is_drained_by_operator:
+            state = MemberState.DRAINING
+        else:
+            state = MemberState.SERVING
+        if state is member.state:
+            self._set(msgspec.structs.replace(member, version=version))
+        else:
+            self._set(moved(member, state, now=now, version=version))
+        return state is MemberState.SERVING
+
+    def on_reload_failed(self, instance_id: InstanceId, error: str, *, now: float) -> None:
+        """Its weights are unknown from here on: out of routing until it is replaced."""
+        member = self._members[instance_id]
+        if member.state in _UNUSABLE:
+            return
+        self._set(moved(member, MemberState.QUARANTINED, now=now, version=None, last_error=error))
+
+    def on_exited(self, instance_id: InstanceId, error: str, *, now: float) -> None:
+        member = self._members[instance_id]
+        if member.state in (MemberState.RESTARTING, MemberState.GONE):
+            return
+        self._set(
+            moved(
+                member,
+                MemberState.RESTARTING,
+                now=now,
+                version=None,
+                incarnation=None,
+                last_error=error,
+                num_restarts=member.num_restarts + 1,
+            )
+        )
+
+    def on_gave_up(self, instance_id: InstanceId, error: str, *, now: float) -> None:
+        member = self._members[instance_id]
+        if member.state is not MemberState.GONE:
+            self._set(moved(member, MemberState.GONE, now=now, version=None, last_error=error))
+
+    def on_rewound(self, *, now: float) -> None:
+        """The trainer went back to an older step: no instance is at anybody's version."""
+        for instance_id in self.answering_ids:
+            member = self._members[instance_id]
+            if member.state is not MemberState.STALE:
+                self._set(moved(member, MemberState.STALE, now=now, version=None))
+
+    def on_drain_requested(self, instance_id: InstanceId, *, now: float) -> None:
+        member = msgspec.structs.replace(self._members[instance_id], is_drained_by_operator=True)
+        if member.state is MemberState.SERVING:
+            member = moved(member, MemberState.DRAINING, now=now)
+        self._set(member)
+
+    def on_undrain_requested(self, instance_id: InstanceId, *, now: float) -> None:
+        member = msgspec.structs.replace(self._members[instance_id], is_drained_by_operator=False)
+        if member.state is MemberState.DRAINING:
+            member = moved(member, MemberState.SERVING, now=now)
+        self._set(member)
+
+    def _set(self, member: Member) -> None:
+        if member.instance_id not in self._members:
+            raise InvariantError(f"{member.instance_id} is not a member of this pool")
+        self._members[member.instance_id] = member
+
+
+_UNUSABLE = (
+    MemberState.STARTING,
+    MemberState.QUARANTINED,
+    MemberState.RESTARTING,
+    MemberState.GONE,
+)

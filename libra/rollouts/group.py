@@ -1,0 +1,106 @@
+"""One prompt's `n_samples` trajectories, from admission until they are all finished."""
+
+import msgspec
+
+from libra.data.cursor import PromptRef
+from libra.errors import InvariantError
+from libra.ids import GroupId, PolicyVersion, TrajectoryId
+from libra.rollouts.trajectory import Trajectory
+
+__all__ = ["AdmittedGroup", "CompleteGroup", "OpenGroup", "PromptRef"]
+
+
+class AdmittedGroup(msgspec.Struct, frozen=True):
+    """Identity of a group: what to roll out, and which try this is."""
+
+    prompt: PromptRef
+    attempt: int
+    """0 for the first try of this visit."""
+
+    n_samples: int
+
+    @property
+    def group_id(self) -> GroupId:
+        return GroupId(f"{self.prompt.prompt_id}/e{self.prompt.epoch}/a{self.attempt}")
+
+    def trajectory_id(self, sample_index: int) -> TrajectoryId:
+        return TrajectoryId(f"{self.group_id}/s{sample_index}")
+
+
+class CompleteGroup(msgspec.Struct, frozen=True):
+    """A group whose every trajectory is finished and scored, in the order of sample_index."""
+
+    admitted: AdmittedGroup
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def group_id(self) -> GroupId:
+        return self.admitted.group_id
+
+    @property
+    def oldest_version(self) -> PolicyVersion:
+        return min(t.oldest_version for t in self.trajectories)
+
+    @property
+    def is_flat(self) -> bool:
+        """All rewards equal: no trajectory of the group has an advantage."""
+        return len({t.reward for t in self.trajectories}) == 1
+
+
+class OpenGroup:
+    """A group in progress. Each sample goes enqueued -> running -> finished, once."""
+
+    def __init__(self, admitted: AdmittedGroup) -> None:
+        self.admitted = admitted
+        self._enqueued = set(range(admitted.n_samples))
+        self._renewed_at: dict[int, float] = {}
+        self._finished: dict[int, Trajectory] = {}
+
+    @property
+    def num_enqueued(self) -> int:
+        return len(self._enqueued)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._renewed_at)
+
+    @property
+    def num_finished(self) -> int:
+        return len(self._finished)
+
+    @property
+    def oldest_renewal_at(self) -> float | None:
+        """When the running sample that has been silent longest last gave a sign of life."""
+        return min(self._renewed_at.values(), default=None)
+
+    def has(self, sample_index: int) -> bool:
+        """Whether the sample may still report: it is not finished."""
+        return sample_index in self._enqueued or sample_index in self._renewed_at
+
+    def start(self, sample_index: int, *, now: float) -> None:
+        if sample_index not in self._enqueued:
+            raise InvariantError(f"{self.admitted.trajectory_id(sample_index)} was started twice")
+        self._enqueued.remove(sample_index)
+        self._renewed_at[sample_index] = now
+
+    def renew(self, sample_index: int, *, now: float) -> None:
+        if sample_index in self._renewed_at:
+            self._renewed_at[sample_index] = now
+
+    def first_expired(self, *, now: float, lease_s: float | None) -> int | None:
+        """A running sample that has been silent for more than `lease_s`; None without a lease."""
+        if lease_s is None:
+            return None
+        expired = (i for i, at in self._renewed_at.items() if now - at > lease_s)
+        return next(expired, None)
+
+    def finish(self, trajectory: Trajectory) -> None:
+        if self._renewed_at.pop(trajectory.sample_index, None) is None:
+            raise InvariantError(f"{trajectory.trajectory_id} finished but was not running")
+        self._finished[trajectory.sample_index] = trajectory
+
+    def completed(self) -> CompleteGroup | None:
+        if self.num_finished < self.admitted.n_samples:
+            return None
+        ordered = (self._finished[index] for index in range(self.admitted.n_samples))
+        return CompleteGroup(self.admitted, tuple(ordered))

@@ -1,0 +1,21 @@
+"""Sampling seeds: the same on every server, on every machine and after a resume."""
+
+from hashlib import blake2b
+
+from libra.rollouts.group import AdmittedGroup
+
+_SEED_BYTES = 8
+_POSITIVE_INT64 = (1 << 63) - 1
+
+
+def sampling_seed(run_seed: int, group: AdmittedGroup, *, sample_index: int, turn: int = 0) -> int:
+    """A seed in [0, 2**63) for one engine request.
+
+    Depends on the prompt, the epoch, the sample, the attempt and the turn, and on nothing that a
+    restart or another routing decision would change.
+    """
+    prompt = group.prompt
+    # repr keeps the fields apart whatever characters a prompt id holds.
+    key = repr((run_seed, prompt.prompt_id, prompt.epoch, sample_index, group.attempt, turn))
+    digest = blake2b(key.encode(), digest_size=_SEED_BYTES, person=b"libra-sampling").digest()
+    return int.from_bytes(digest, "little") & _POSITIVE_INT64

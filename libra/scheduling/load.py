@@ -1,0 +1,78 @@
+"""What is known of an instance's load from outside: its own metrics and other schedulers."""
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from libra.ids import Incarnation, InstanceId
+
+LoadMetric: TypeAlias = Literal["requests", "tokens", "kv_tokens"]
+
+
+class LoadSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One scrape of one server's /metrics, summed over its engines. None: unknown, never 0."""
+
+    incarnation: Incarnation
+    """The process the poller was asked to watch."""
+
+    sampled_at: float
+    """When the answer arrived, on the scheduler's clock; one value per scrape."""
+
+    num_running: float | None = None
+    num_waiting: float | None = None
+    num_waiting_for_capacity: float | None = None
+    """The part of `num_waiting` that lacks KV blocks or batch slots."""
+
+    kv_use_fraction: float | None = None
+    """KV-cache occupancy in 0..1; the fullest engine's."""
+
+    num_preemptions: float | None = None
+    """Cumulative counter."""
+
+    kv_capacity_tokens: int | None = None
+    """As the server profiled it (kv_cache_size_tokens, else num_gpu_blocks * block_size)."""
+
+    process_started_at_s: float | None = None
+    """Unix time of the server's start; a change is a new process."""
+
+
+class RemoteLoad(msgspec.Struct, frozen=True, gc=False):
+    """What the other schedulers have in flight on one incarnation."""
+
+    num_requests: int
+    num_tokens: int
+
+
+NO_REMOTE_LOAD = RemoteLoad(0, 0)
+
+
+class OwnLoad(msgspec.Struct, frozen=True, gc=False):
+    """What one scheduler has in flight on one incarnation."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    num_requests: int
+    num_tokens: int
+
+
+def observed_load(
+    metric: LoadMetric,
+    snapshot: LoadSnapshot,
+    *,
+    kv_capacity_tokens: int | None,
+    tokens_per_request: float,
+) -> float | None:
+    """Read the load off a snapshot in units of `metric`; None when a needed signal is missing.
+
+    requests: running + waiting. tokens: KV use x capacity + waiting x tokens per request.
+    kv_tokens: the same as a fraction of the capacity.
+    """
+    waiting = snapshot.num_waiting
+    if waiting is None:
+        return None
+    if metric == "requests":
+        return None if snapshot.num_running is None else snapshot.num_running + waiting
+    if snapshot.kv_use_fraction is None or not kv_capacity_tokens:
+        return None
+    tokens = snapshot.kv_use_fraction * kv_capacity_tokens + waiting * tokens_per_request
+    return tokens if metric == "tokens" else tokens / kv_capacity_tokens

@@ -1,0 +1,108 @@
+"""Files and directories that appear whole or not at all, and survive a power cut once they do."""
+
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+PARTIAL_SUFFIX = ".partial"
+DISCARDED_SUFFIX = ".discarded"
+
+
+def fsync_file(path: Path) -> None:
+    """Force the content of one file to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_directory(path: Path) -> None:
+    """Force the names in `path` to the disk; its files' contents are not touched."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def atomic_write(path: Path, content: bytes, *, mode: int = 0o644) -> None:
+    """Replace `path` by `content`: a reader sees the old or the new file, never a mixture."""
+    partial = partial_sibling(path)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def partial_sibling(path: Path) -> Path:
+    """Where the content of `path` grows before it is renamed; hidden, on the same file system."""
+    return path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+
+
+def publish_directory(partial: Path, final: Path) -> None:
+    """Make `partial` durable with all its files, then give it its final name.
+
+    Raises FileExistsError when `final` is there already: a published directory never changes.
+    """
+    for parent, _, names in os.walk(partial):
+        for name in names:
+            fsync_file(Path(parent, name))
+        fsync_directory(Path(parent))
+    # rename(2) would silently replace an empty directory.
+    if final.exists():
+        raise FileExistsError(f"{final} exists already")
+    partial.rename(final)
+    fsync_directory(final.parent)
+
+
+def discard_directory(path: Path) -> None:
+    """Delete a directory so that nobody can see half of it: renamed first, then removed."""
+    discarded = path.with_name(f".{path.name}{DISCARDED_SUFFIX}")
+    shutil.rmtree(discarded, ignore_errors=True)
+    path.rename(discarded)
+    fsync_directory(path.parent)
+    shutil.rmtree(discarded)
+
+
+def sweep_unfinished(parent: Path) -> list[Path]:
+    """Remove what interrupted writers and removers left directly in `parent`; returns it."""
+    leftovers = [
+        entry
+        for entry in sorted(parent.iterdir())
+        if entry.name.startswith(".") and entry.name.endswith((PARTIAL_SUFFIX, DISCARDED_SUFFIX))
+    ]
+    for entry in leftovers:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    return leftovers
+
+
+@contextmanager
+def growing_directory(final: Path) -> Generator[Path]:
+    """Grow a partial sibling of `final` that is published when the block ends without an error.
+
+    A leftover of an earlier try is removed; after an error the partial directory is removed too.
+    """
+    if final.exists():
+        raise FileExistsError(f"{final} exists already")
+    partial = partial_sibling(final)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        publish_directory(partial, final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

@@ -1,0 +1,115 @@
+"""Reading, writing and checking the manifest of published weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from libra.errors import DataError
+from libra.storage.atomic import atomic_write
+from libra.storage.digest import hash_bytes, hash_file
+from libra.storage.safetensors import model_tensors
+from libra.weights.manifest import FORMAT, MANIFEST_NAME, FileEntry, WeightsManifest
+
+
+def write_manifest(directory: Path, manifest: WeightsManifest) -> str:
+    """Write the manifest, which makes `directory` complete; returns the manifest's hash."""
+    content = msgspec.json.format(msgspec.json.encode(manifest))
+    atomic_write(directory / MANIFEST_NAME, content)
+    return hash_bytes(content)
+
+
+def read_manifest(directory: Path) -> tuple[WeightsManifest, str]:
+    """Read the manifest of `directory`, and hash it. Raises DataError when there is none to use."""
+    path = directory / MANIFEST_NAME
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; these weights are not complete") from error
+    try:
+        manifest = msgspec.json.decode(content, type=WeightsManifest)
+    except msgspec.MsgspecError as error:
+        raise DataError(f"{path}: broken manifest: {error}") from error
+    if manifest.format != FORMAT:
+        raise DataError(f"{path}: format {manifest.format}; this version of Libra reads {FORMAT}")
+    return manifest, hash_bytes(content)
+
+
+def verify_weights(
+    directory: Path,
+    manifest: WeightsManifest,
+    *,
+    find_non_finite: Callable[[Path], list[str]] | None = None,
+) -> None:
+    """Check every byte of `directory` against its manifest; returns only when all is right.
+
+    Sizes, hashes, no file too many, and the safetensors headers against the tensor list.
+    `find_non_finite` (`libra.storage.finite.find_non_finite`) adds a search for NaN and Inf.
+    Raises DataError that says what is wrong. Reads all files: call it off the event loop.
+    """
+    verify_files(directory, manifest.files, manifest_name=MANIFEST_NAME)
+    _verify_tensors(directory, manifest)
+    if find_non_finite is None:
+        return
+    for path in sorted(directory.glob("*.safetensors")):
+        if names := find_non_finite(path):
+            raise DataError(f"{path}: NaN or Inf in {', '.join(names[:3])}")
+
+
+def verify_files(
+    directory: Path,
+    files: tuple[FileEntry, ...],
+    *,
+    manifest_name: str,
+    with_hashes: bool = True,
+) -> None:
+    """Check that `directory` holds exactly `files` and the manifest, by size and by hash."""
+    problem = (
+        _find_wrong_names(directory, files, manifest_name)
+        or _find_wrong_sizes(directory, files)
+        or (_find_wrong_hashes(directory, files) if with_hashes else "")
+    )
+    if problem:
+        raise DataError(f"{directory}: {problem}")
+
+
+def _find_wrong_names(directory: Path, files: tuple[FileEntry, ...], manifest_name: str) -> str:
+    listed = [entry.name for entry in files]
+    # A name with a path in it would be read from outside the directory that was published.
+    if odd := [name for name in listed if Path(name).name != name or name == manifest_name]:
+        return f"the manifest lists the file name {odd[0]!r}"
+    if len(set(listed)) != len(listed):
+        return "the manifest lists a file twice"
+    found = {path.name for path in directory.iterdir()} - {manifest_name}
+    if missing := sorted(set(listed) - found):
+        return f"{missing[0]} is missing"
+    if extra := sorted(found - set(listed)):
+        return f"{extra[0]} is there but not in the manifest"
+    return ""
+
+
+def _find_wrong_sizes(directory: Path, files: tuple[FileEntry, ...]) -> str:
+    for entry in files:
+        num_bytes = (directory / entry.name).stat().st_size
+        if num_bytes != entry.num_bytes:
+            return f"{entry.name} has {num_bytes} bytes instead of {entry.num_bytes}"
+    return ""
+
+
+def _find_wrong_hashes(directory: Path, files: tuple[FileEntry, ...]) -> str:
+    for entry in files:
+        digest = hash_file(directory / entry.name)
+        if digest != entry.xxh3_128:
+            return f"{entry.name} hashes to {digest} instead of {entry.xxh3_128}"
+    return ""
+
+
+def _verify_tensors(directory: Path, manifest: WeightsManifest) -> None:
+    expected = {tensor.name: tensor for tensor in manifest.tensors}
+    found = {tensor.name: tensor for tensor in model_tensors(directory)}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise DataError(
+                f"{directory}: tensor {name}: the manifest says {expected.get(name)}, "
+                f"the files say {found.get(name)}"
+            )

@@ -1,0 +1,67 @@
+"""Bodies of the control API. `GET /v1/status` answers a StatusSnapshot, verbs a VerbReply."""
+
+from typing import Literal
+
+import msgspec
+
+Verb = Literal["drain", "undrain", "restart", "reload", "replan", "stop", "explain"]
+VERBS: tuple[Verb, ...] = ("drain", "undrain", "restart", "reload", "replan", "stop", "explain")
+
+
+class VerbRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/<verb>`; an empty body means every default."""
+
+    target: str = ""
+    """A child's name; required by drain, undrain and restart."""
+
+    now: bool = False
+    """stop: do not finish the step that is being trained."""
+
+    dry_run: bool = False
+
+
+class VerbReply(msgspec.Struct, frozen=True, kw_only=True):
+    ok: bool
+    message: str
+
+
+class ChildStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One supervised child."""
+
+    child: str
+    role: Literal["rollout", "trainer"]
+    state: str
+    since_s: float
+    """Seconds in this state."""
+
+    pid: int | None
+    num_restarts: int
+    policy_version: int | None
+    num_in_flight: int
+    num_queued: int | None
+    """Requests waiting inside the engine; None while unknown."""
+
+    kv_use_fraction: float | None
+    last_error: str
+
+
+class StatusSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The run at one moment."""
+
+    run_id: str
+    run_directory: str
+    pid: int
+    phase: str
+    step: int
+    total_steps: int | None
+    policy_version: int | None
+    waiting_for: str
+    reward_mean: float | None
+    num_running: int
+    num_buffered: int
+    uptime_s: float
+    eta_s: float | None
+    plan: str
+    children: tuple[ChildStatus, ...]
+    oldest_wait: str
+    """The request that has waited longest, as a sentence; empty when none waits."""

@@ -1,0 +1,99 @@
+"""The API's listeners: the Unix socket always, TCP when the configuration asks for it."""
+
+import ipaddress
+import os
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from aiohttp import web
+
+from libra.config.supervision import ApiConfig
+from libra.errors import SiteError
+from libra_supervisor.api.access import guard_tcp, guard_unix
+from libra_supervisor.api.control import MAX_BODY_BYTES, ControlPort, routes
+
+SHUTDOWN_S = 2.0
+
+
+@asynccontextmanager
+async def api_server(
+    control: ControlPort,
+    *,
+    config: ApiConfig,
+    socket_path: Path,
+    token: str,
+    more_tcp_routes: Sequence[web.RouteDef] = (),
+) -> AsyncIterator[int | None]:
+    """Serve while the block runs; yields the TCP port, None when there is none.
+
+    Raises SiteError when the port is in use.
+    """
+    table = routes(control)
+    unix = web.Application(middlewares=[guard_unix()], client_max_size=MAX_BODY_BYTES)
+    unix.add_routes(table)
+    async with _running(unix) as runner:
+        await web.SockSite(runner, bind_unix(socket_path)).start()
+        try:
+            if config.api_port is None:
+                yield None
+                return
+            guard = guard_tcp(token, is_loopback=is_loopback(config.api_host))
+            tcp = web.Application(middlewares=[guard])
+            tcp.add_routes([*table, *more_tcp_routes])
+            async with _running(tcp) as tcp_runner:
+                yield await _listen_tcp(tcp_runner, config.api_host, config.api_port)
+        finally:
+            _remove(socket_path)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@asynccontextmanager
+async def _running(application: web.Application) -> AsyncIterator[web.AppRunner]:
+    runner = web.AppRunner(
+        application, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_S
+    )
+    await runner.setup()
+    try:
+        yield runner
+    finally:
+        await runner.cleanup()
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """Bind with mode 0600 from the first moment. The run directory's lock makes us the owner."""
+    _remove(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    mask = os.umask(0o177)
+    try:
+        # Through the descriptor, because a run directory's path may exceed what AF_UNIX takes.
+        listener.bind(f"/proc/self/fd/{directory}/{path.name}")
+    finally:
+        os.umask(mask)
+        os.close(directory)
+    return listener
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+async def _listen_tcp(runner: web.AppRunner, host: str, port: int) -> int:
+    site = web.TCPSite(runner, host, port)
+    try:
+        await site.start()
+    except OSError as error:
+        raise SiteError(
+            f"api_port {port} on {host} cannot be used: {error.strerror or error}; "
+            "choose another, or 0 for any free one"
+        ) from error
+    bound: tuple[str, int] = runner.addresses[0]
+    return bound[1]

@@ -1,0 +1,1 @@
+"""What a person sees while a run goes on: a live table on a terminal, plain lines elsewhere."""

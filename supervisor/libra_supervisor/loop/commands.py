@@ -1,0 +1,163 @@
+"""Everything the loop asks the world for, one frozen struct each."""
+
+from typing import TypeAlias
+
+import msgspec
+
+from libra.ids import GroupId, Incarnation, InstanceId, PolicyVersion
+from libra.rollouts.group import AdmittedGroup, CompleteGroup
+from libra.wire.instance import ReloadRequest
+from libra.wire.rank import RankCommand
+from libra_supervisor.records.reload import ReloadRecord
+from libra_supervisor.records.step import StepRecord
+
+
+class PrepareExport(msgspec.Struct, frozen=True, tag=True):
+    """Clear the place where `version` is going to be written, then have the ranks write it."""
+
+    version: PolicyVersion
+
+
+class CheckExport(msgspec.Struct, frozen=True, tag=True):
+    """Compare the published directory with its manifest, in a thread."""
+
+    version: PolicyVersion
+    directory: str
+    manifest_hash: str
+
+
+class TellRanks(msgspec.Struct, frozen=True, tag=True):
+    """The same message to every rank."""
+
+    command: RankCommand
+
+
+class TellRankZero(msgspec.Struct, frozen=True, tag=True):
+    command: RankCommand
+
+
+class SendBatch(msgspec.Struct, frozen=True, tag=True):
+    """Compute advantages and shards in a thread, then send each rank its own."""
+
+    step: int
+    groups: tuple[CompleteGroup, ...]
+
+
+class SaveRun(msgspec.Struct, frozen=True, tag=True):
+    """Have the ranks write the checkpoint of `step` together with `rollout_state`."""
+
+    step: int
+    rollout_state: bytes
+
+
+class SendReload(msgspec.Struct, frozen=True, tag=True):
+    instance_id: InstanceId
+    incarnation: Incarnation
+    request: ReloadRequest
+
+
+class AskInstance(msgspec.Struct, frozen=True, tag=True):
+    """Read what a server that came up holds."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+
+
+class KnowInstance(msgspec.Struct, frozen=True, tag=True):
+    """Tell the scheduler about a process that answers; it is not routed to yet."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    base_url: str
+    kv_capacity_tokens: int | None
+
+
+class RouteTo(msgspec.Struct, frozen=True, tag=True):
+    """The instance serves `version` from now on."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    version: PolicyVersion
+
+
+class Unroute(msgspec.Struct, frozen=True, tag=True):
+    """No new requests to the instance."""
+
+    instance_id: InstanceId
+    is_draining: bool = False
+    """The instance works and will be back; else its state is not known."""
+
+
+class ReplaceInstance(msgspec.Struct, frozen=True, tag=True):
+    """End the process and start another."""
+
+    instance_id: InstanceId
+    reason: str
+
+
+class StartGroup(msgspec.Struct, frozen=True, tag=True):
+    group: AdmittedGroup
+
+
+class CancelGroup(msgspec.Struct, frozen=True, tag=True):
+    group_id: GroupId
+
+
+class CancelAllGroups(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
+class WriteStep(msgspec.Struct, frozen=True, tag=True):
+    """A line of metrics.jsonl and the step's trajectories."""
+
+    record: StepRecord
+    groups: tuple[CompleteGroup, ...]
+
+
+class WriteReload(msgspec.Struct, frozen=True, tag=True):
+    record: ReloadRecord
+
+
+class RetireVersions(msgspec.Struct, frozen=True, tag=True):
+    """Delete published versions that nobody needs any more."""
+
+    pinned: frozenset[PolicyVersion]
+
+
+class Say(msgspec.Struct, frozen=True, tag=True):
+    """One line of the control log, with fields."""
+
+    event: str
+    fields: dict[str, object]
+    is_warning: bool = False
+
+
+class EndRun(msgspec.Struct, frozen=True, tag=True):
+    """Stop everything and leave."""
+
+    exit_code: int
+    reason: str
+
+
+Command: TypeAlias = (
+    PrepareExport
+    | CheckExport
+    | TellRanks
+    | TellRankZero
+    | SendBatch
+    | SaveRun
+    | SendReload
+    | AskInstance
+    | KnowInstance
+    | RouteTo
+    | Unroute
+    | ReplaceInstance
+    | StartGroup
+    | CancelGroup
+    | CancelAllGroups
+    | WriteStep
+    | WriteReload
+    | RetireVersions
+    | Say
+    | EndRun
+)

@@ -1,0 +1,235 @@
+"""The order of work of one run: collect, train, publish, save, again. Pure.
+
+Version and step are one number: step k makes v(k). Every `on_<event>` returns the commands that
+follow; what an event means in a phase that does not expect it is an InvariantError, except for
+stop requests and the loss of the gang, which are legal at any time.
+"""
+
+from enum import Enum
+from typing import TypeAlias, assert_never
+
+import msgspec
+
+from libra.errors import InvariantError
+from libra.ids import PolicyVersion
+
+
+class Phase(Enum):
+    STARTING = "starting"
+    """Waiting for the gang to have its model and for the engines to answer."""
+
+    EXPORTING = "exporting"
+    RELOADING = "reloading"
+    """From a complete manifest to the last engine's settled ACK."""
+
+    COLLECTING = "collecting"
+    TRAINING = "training"
+    SAVING = "saving"
+    STOPPED = "stopped"
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """When the run ends and how often it publishes and saves."""
+
+    total_steps: int | None
+    sync_interval: int
+    """0: never publish."""
+
+    save_interval: int
+    """0: save only when stopping."""
+
+    deadline: float | None = None
+    """Instant at which the run stops by itself."""
+
+
+class Publish(msgspec.Struct, frozen=True, tag=True):
+    """Have the ranks write the weights of `version`."""
+
+    version: PolicyVersion
+
+
+class Reload(msgspec.Struct, frozen=True, tag=True):
+    """Bring every engine to `version`, whose manifest is in place."""
+
+    version: PolicyVersion
+
+
+class Collect(msgspec.Struct, frozen=True, tag=True):
+    """Gather the batch of `step`."""
+
+    step: int
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    step: int
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is left to do: end children, leave with exit code 0."""
+
+    reason: str
+
+
+Command: TypeAlias = Publish | Reload | Collect | Save | Finish
+
+
+class Cycle:
+    """Where the run stands. One object per process life; a lost gang rewinds it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._phase = Phase.STARTING
+        self._step = 0
+        self._committed: PolicyVersion | None = None
+        self._saved_step: int | None = None
+        self._stop_reason: str | None = None
+        self._is_data_exhausted = False
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def step(self) -> int:
+        """The newest trained step; the trainer's policy is v(step)."""
+        return self._step
+
+    @property
+    def committed(self) -> PolicyVersion | None:
+        """The version the engines serve; None until the first batch of reloads is settled."""
+        return self._committed
+
+    @property
+    def stop_reason(self) -> str | None:
+        return self._stop_reason
+
+    def on_parts_ready(self, *, restored_step: int, now: float) -> tuple[Command, ...]:
+        """The gang holds v(restored_step) and enough engines answer: publish that version first."""
+        self._expect(Phase.STARTING)
+        self._step = restored_step
+        self._saved_step = restored_step or None
+        if self._limits.sync_interval == 0:
+            # Engines keep the base model for ever, which only step 0 can call its own policy.
+            self._committed = PolicyVersion(0)
+            return self._go_on(now)
+        return self._publish()
+
+    def on_exported(self, version: PolicyVersion) -> tuple[Command, ...]:
+        self._expect(Phase.EXPORTING)
+        self._check_version(version)
+        self._phase = Phase.RELOADING
+        return (Reload(version),)
+
+    def on_reloaded(self, version: PolicyVersion, *, now: float) -> tuple[Command, ...]:
+        self._expect(Phase.RELOADING)
+        self._check_version(version)
+        self._committed = version
+        return self._save_or_go_on(now)
+
+    def on_batch_taken(self, step: int) -> tuple[Command, ...]:
+        """The batch of `step` is on its way to the ranks."""
+        self._expect(Phase.COLLECTING)
+        if step != self._step + 1:
+            raise InvariantError(f"batch of step {step} taken while {self._step + 1} is due")
+        self._phase = Phase.TRAINING
+        return ()
+
+    def on_trained(self, step: int, *, now: float) -> tuple[Command, ...]:
+        self._expect(Phase.TRAINING)
+        if step != self._step + 1:
+            raise InvariantError(f"step {step} trained while {self._step + 1} is due")
+        self._step = step
+        if self._is_sync_due():
+            return self._publish()
+        return self._save_or_go_on(now)
+
+    def on_saved(self, step: int, *, now: float) -> tuple[Command, ...]:
+        self._expect(Phase.SAVING)
+        self._saved_step = step
+        return self._go_on(now)
+
+    def on_data_exhausted(self, *, now: float) -> tuple[Command, ...]:
+        """No further batch can ever be filled (the wanted epochs are over)."""
+        self._is_data_exhausted = True
+        return self._wake(now)
+
+    def on_stop_requested(self, reason: str, *, now: float) -> tuple[Command, ...]:
+        """Finish what is being trained or published, save, stop. Later requests change nothing."""
+        if self._stop_reason is not None:
+            return ()
+        self._stop_reason = reason
+        return self._wake(now)
+
+    def on_tick(self, *, now: float) -> tuple[Command, ...]:
+        return self._wake(now)
+
+    def on_gang_lost(self) -> tuple[Command, ...]:
+        """Back to the start; `on_parts_ready` says from which step the next gang goes on."""
+        if self._phase is not Phase.STOPPED:
+            self._phase = Phase.STARTING
+        return ()
+
+    def end_reason(self, *, now: float) -> str | None:
+        """Why the run is over after what is in progress; None while it should go on."""
+        limits = self._limits
+        if self._stop_reason is not None:
+            return self._stop_reason
+        if limits.total_steps is not None and self._step >= limits.total_steps:
+            return f"total_steps {limits.total_steps} reached"
+        if self._is_data_exhausted:
+            return "every epoch is done"
+        if limits.deadline is not None and now >= limits.deadline:
+            return "max_run_s reached"
+        return None
+
+    def _wake(self, now: float) -> tuple[Command, ...]:
+        """React to an end that came up while nothing but waiting is going on."""
+        match self._phase:
+            case Phase.COLLECTING:
+                return self._save_or_go_on(now) if self.end_reason(now=now) else ()
+            case Phase.STARTING:
+                if self._stop_reason is None:
+                    return ()
+                self._phase = Phase.STOPPED
+                return (Finish(self._stop_reason),)
+            case Phase.EXPORTING | Phase.RELOADING | Phase.TRAINING | Phase.SAVING | Phase.STOPPED:
+                return ()
+            case _:
+                assert_never(self._phase)
+
+    def _publish(self) -> tuple[Command, ...]:
+        self._phase = Phase.EXPORTING
+        return (Publish(PolicyVersion(self._step)),)
+
+    def _save_or_go_on(self, now: float) -> tuple[Command, ...]:
+        if self._is_save_due(now):
+            self._phase = Phase.SAVING
+            return (Save(self._step),)
+        return self._go_on(now)
+
+    def _go_on(self, now: float) -> tuple[Command, ...]:
+        reason = self.end_reason(now=now)
+        if reason is not None:
+            self._phase = Phase.STOPPED
+            return (Finish(reason),)
+        self._phase = Phase.COLLECTING
+        return (Collect(self._step + 1),)
+
+    def _is_sync_due(self) -> bool:
+        interval = self._limits.sync_interval
+        return interval > 0 and self._step % interval == 0
+
+    def _is_save_due(self, now: float) -> bool:
+        if self._step in (0, self._saved_step):
+            return False
+        interval = self._limits.save_interval
+        is_interval_over = interval > 0 and self._step % interval == 0
+        return is_interval_over or self.end_reason(now=now) is not None
+
+    def _expect(self, phase: Phase) -> None:
+        if self._phase is not phase:
+            raise InvariantError(f"expected phase {phase.value}, the run is {self._phase.value}")
+
+    def _check_version(self, version: PolicyVersion) -> None:
+        if version != self._step:
+            raise InvariantError(f"version v{version} came up while v{self._step} is published")

@@ -1,0 +1,329 @@
+"""From the ranks' written weights to every engine's judged ACK. Pure.
+
+A publication is: export, check of the directory, one reload batch over the engines that answer,
+rank 0's verdict, commit. An engine that joins later catches up with a batch of its own, judged
+against the probe logprobs that the trainer sent along with the export.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from libra.config.weights import WeightsConfig
+from libra.errors import InvariantError
+from libra.ids import Incarnation, InstanceId, NodeRank, PolicyVersion, RunId
+from libra.pools.member import MemberState
+from libra.pools.pool import RolloutPool
+from libra.weights import reload as batches
+from libra.weights.judge import STOP_FACTOR, judge_acks
+from libra.weights.reload import Member, ReloadBatch
+from libra.wire.instance import ReloadAck, ReloadRequest
+from libra.wire.rank import AcksJudged, JudgeAcks, WeightsExported
+from libra_supervisor.loop.commands import (
+    CheckExport,
+    Command,
+    EndRun,
+    PrepareExport,
+    ReplaceInstance,
+    RetireVersions,
+    RouteTo,
+    Say,
+    SendReload,
+    TellRankZero,
+    Unroute,
+    WriteReload,
+)
+from libra_supervisor.loop.moment import Moment
+from libra_supervisor.records.reload import ReloadRecord
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What does not change during a run."""
+
+    run_id: RunId
+    weights: WeightsConfig
+    min_rollout_gpus: int
+    probe_token_ids: tuple[int, ...]
+    probe_tolerance: float
+
+
+class OpenBatch(msgspec.Struct, kw_only=True):
+    """A reload batch on its way."""
+
+    batch: ReloadBatch
+    is_catch_up: bool
+    begun_at: float
+    verdict: AcksJudged | None = None
+    acks: tuple[ReloadAck, ...] = ()
+
+
+class Publication:
+    """How the newest version gets to the engines. `pool` is changed by what happens here."""
+
+    def __init__(self, terms: Terms, pool: RolloutPool) -> None:
+        self._terms = terms
+        self._pool = pool
+        self._exported: WeightsExported | None = None
+        self._open: OpenBatch | None = None
+        self._committed: PolicyVersion | None = None
+        self._num_batches = 0
+        self._attempt = 0
+        self.just_committed: PolicyVersion | None = None
+        """Set by the call that commits a version; the caller takes it and sets it to None."""
+
+    @property
+    def committed(self) -> PolicyVersion | None:
+        return self._committed
+
+    @property
+    def manifest_hash(self) -> str | None:
+        """Of the newest export that was found complete."""
+        return None if self._exported is None else self._exported.manifest_hash
+
+    @property
+    def waiting_for(self) -> tuple[InstanceId, ...]:
+        """Engines whose ACK is outstanding."""
+        return () if self._open is None else tuple(sorted(self._open.batch.in_flight))
+
+    def begin(self, version: PolicyVersion, *, attempt: int) -> tuple[Command, ...]:
+        self._attempt = attempt
+        return (PrepareExport(version),)
+
+    def on_exported(self, exported: WeightsExported) -> tuple[Command, ...]:
+        self._exported = exported
+        check = CheckExport(exported.policy_version, exported.directory, exported.manifest_hash)
+        return (check,)
+
+    def reload(self, *, at: Moment) -> tuple[Command, ...]:
+        """Bring every engine that answers to the exported version."""
+        if self._open is not None:
+            # A joiner that was catching up is brought to the newer version with the others.
+            self._open.batch.cancel()
+            self._open = None
+        members = self._members_in(self._pool.answering_ids)
+        return self._start(members, is_catch_up=False, at=at)
+
+    def catch_up(self, *, at: Moment) -> tuple[Command, ...]:
+        """Bring late engines to the committed version; nothing while a batch is open."""
+        if self._open is not None or self._committed is None or self._exported is None:
+            return ()
+        if self._exported.policy_version != self._committed:
+            return ()
+        members = self._members_in(self._pool.ids_in(MemberState.STALE))
+        if not members:
+            return ()
+        return self._start(members, is_catch_up=True, at=at)
+
+    def on_ack(self, ack: ReloadAck, *, at: Moment) -> tuple[Command, ...]:
+        if self._open is None:
+            return (_refused(ack, "no reload batch is open"),)
+        return self._apply(self._open.batch.on_ack(ack, now=at.now), at=at)
+
+    def on_undelivered(
+        self,
+        instance_id: InstanceId,
+        incarnation: Incarnation,
+        error: str,
+        *,
+        at: Moment,
+    ) -> tuple[Command, ...]:
+        """The request did not reach the engine, or its answer did not reach us."""
+        said = Say("reload_undelivered", {"instance": instance_id, "why": error}, is_warning=True)
+        return (said, *self.on_lost(instance_id, incarnation, at=at))
+
+    def on_lost(
+        self, instance_id: InstanceId, incarnation: Incarnation, *, at: Moment
+    ) -> tuple[Command, ...]:
+        if self._open is None:
+            return ()
+        commands = self._open.batch.on_lost(instance_id, incarnation, now=at.now)
+        return self._apply(commands, at=at)
+
+    def on_judged(self, verdict: AcksJudged, *, at: Moment) -> tuple[Command, ...]:
+        if self._open is None or self._open.is_catch_up:
+            return ()
+        return self._judged(self._open, verdict, at=at)
+
+    def on_tick(self, *, at: Moment) -> tuple[Command, ...]:
+        if self._open is None:
+            return ()
+        return self._apply(self._open.batch.on_tick(now=at.now), at=at)
+
+    def on_rewound(self) -> None:
+        """The trainer went back: what the engines hold is no longer anybody's policy."""
+        if self._open is not None:
+            self._open.batch.cancel()
+        self._open = None
+        self._exported = None
+        self._committed = None
+
+    def keep_base(self, version: PolicyVersion) -> None:
+        """Engines keep what they started with (`rollout_weight_sync_mode: none`)."""
+        self._committed = version
+
+    # Steps of a batch
+
+    def _start(
+        self, members: Sequence[Member], *, is_catch_up: bool, at: Moment
+    ) -> tuple[Command, ...]:
+        exported = self._exported
+        if exported is None:
+            return ()
+        self._num_batches += 1
+        request = ReloadRequest(
+            run_id=self._terms.run_id,
+            policy_version=exported.policy_version,
+            nonce=f"{self._attempt}-{self._num_batches}-{at.wall_ns:x}",
+            weights_directory=exported.directory,
+            manifest_hash=exported.manifest_hash,
+            pause_mode=self._terms.weights.rollout_weight_pause_mode,
+            probe_token_ids=self._terms.probe_token_ids,
+            # A gang that went back to an older step publishes a version that is not newer.
+            force=True,
+        )
+        batch = ReloadBatch(
+            request,
+            members,
+            method=self._terms.weights.rollout_weight_reload_method,
+            strategy=self._terms.weights.rollout_weight_reload_strategy,
+            ack_timeout_s=self._terms.weights.rollout_weight_ack_timeout_s,
+            min_rollout_gpus=0 if is_catch_up else self._terms.min_rollout_gpus,
+        )
+        self._open = OpenBatch(batch=batch, is_catch_up=is_catch_up, begun_at=at.now)
+        return self._apply(batch.start(now=at.now), at=at)
+
+    def _apply(self, commands: Iterable[batches.Command], *, at: Moment) -> tuple[Command, ...]:
+        done: list[Command] = []
+        for command in commands:
+            match command:
+                case batches.SendReload(member, request):
+                    self._pool.on_reload_begun(member.instance_id, now=at.now)
+                    done.append(Unroute(member.instance_id, is_draining=True))
+                    done.append(SendReload(member.instance_id, member.incarnation, request))
+                case batches.RefuseAck(ack, reason):
+                    done.append(_refused(ack, reason))
+                case batches.Quarantine(instance_id, reason):
+                    self._pool.on_reload_failed(instance_id, reason, now=at.now)
+                    done.append(Unroute(instance_id))
+                    done.append(ReplaceInstance(instance_id, reason))
+                case batches.JudgeBatch(request, acks):
+                    done += self._judge(request, acks, at=at)
+                case batches.CommitVersion(version, incarnation_of):
+                    done += self._commit(version, incarnation_of, at=at)
+                case batches.FailBatch(_, reason):
+                    done += self._fail(reason, at=at)
+        return tuple(done)
+
+    def _judge(
+        self, request: ReloadRequest, acks: tuple[ReloadAck, ...], *, at: Moment
+    ) -> tuple[Command, ...]:
+        open_batch, exported = self._open, self._exported
+        if open_batch is None or exported is None:
+            return ()
+        open_batch.acks = acks
+        if not open_batch.is_catch_up:
+            return (TellRankZero(JudgeAcks(request, acks)),)
+        verdict = judge_acks(
+            request,
+            acks,
+            trainer_probe_logprobs=exported.probe_logprobs,
+            probe_tolerance=self._terms.probe_tolerance,
+        )
+        return self._judged(open_batch, verdict, at=at)
+
+    def _judged(
+        self, open_batch: OpenBatch, verdict: AcksJudged, *, at: Moment
+    ) -> tuple[Command, ...]:
+        open_batch.verdict = verdict
+        said: list[Command] = []
+        tolerance = self._terms.probe_tolerance
+        if verdict.probe_difference > STOP_FACTOR * tolerance:
+            # Not one broken engine: what they loaded is another policy than the trainer's, and
+            # every trajectory from here on would be off-policy without anyone knowing.
+            text = (
+                f"engine and trainer disagree at v{verdict.policy_version}: the probe's logprobs "
+                f"differ by {verdict.probe_difference:.3g} (tolerated {tolerance:.3g}, the run "
+                f"stops above {STOP_FACTOR * tolerance:.3g}); {_in_words(verdict.refused)}"
+            )
+            return (self._written(f"failed: {text}", at=at), EndRun(6, text))
+        if verdict.probe_difference > tolerance:
+            said.append(
+                Say(
+                    "probe_difference_high",
+                    {"version": verdict.policy_version, "difference": verdict.probe_difference},
+                    is_warning=True,
+                )
+            )
+        commands = open_batch.batch.on_judged(verdict)
+        return (*said, *self._apply(commands, at=at))
+
+    def _commit(
+        self,
+        version: PolicyVersion,
+        incarnation_of: dict[InstanceId, Incarnation],
+        *,
+        at: Moment,
+    ) -> tuple[Command, ...]:
+        done: list[Command] = [self._written("committed", at=at)]
+        self._committed = version
+        for instance_id, incarnation in incarnation_of.items():
+            serves = self._pool.on_version_confirmed(
+                instance_id, incarnation, version, committed=version, now=at.now
+            )
+            if serves:
+                done.append(RouteTo(instance_id, incarnation, version))
+        if self._open is not None and not self._open.is_catch_up:
+            self.just_committed = version
+            in_use = {m.version for m in self._pool.members if m.version is not None}
+            done.append(RetireVersions(frozenset(in_use | {version})))
+        self._open = None
+        return (*done, *self.catch_up(at=at))
+
+    def _fail(self, reason: str, *, at: Moment) -> tuple[Command, ...]:
+        written = self._written(f"failed: {reason}", at=at)
+        is_catch_up = self._open is not None and self._open.is_catch_up
+        self._open = None
+        return (written,) if is_catch_up else (written, EndRun(4, reason))
+
+    def _written(self, outcome: str, *, at: Moment) -> WriteReload:
+        open_batch, terms = self._open, self._terms
+        if open_batch is None:
+            raise InvariantError("a reload batch ended that was not open")
+        request, verdict = open_batch.batch.request, open_batch.verdict
+        return WriteReload(
+            ReloadRecord(
+                policy_version=request.policy_version,
+                nonce=request.nonce,
+                attempt=self._attempt,
+                is_catch_up=open_batch.is_catch_up,
+                method=terms.weights.rollout_weight_reload_method,
+                strategy=terms.weights.rollout_weight_reload_strategy,
+                manifest_hash=request.manifest_hash,
+                acks=open_batch.acks,
+                accepted=() if verdict is None else verdict.accepted,
+                refused={} if verdict is None else verdict.refused,
+                outcome=outcome,
+                slowest_instance=None if verdict is None else verdict.slowest_instance,
+                slowest_total_s=0.0 if verdict is None else verdict.slowest_total_s,
+                probe_difference=0.0 if verdict is None else verdict.probe_difference,
+                total_s=at.now - open_batch.begun_at,
+                wall_time_ns=at.wall_ns,
+            )
+        )
+
+    def _members_in(self, ids: Iterable[InstanceId]) -> list[Member]:
+        members = (self._pool[instance_id] for instance_id in ids)
+        return [
+            Member(m.instance_id, m.incarnation, NodeRank(0), m.num_gpus)
+            for m in members
+            if m.incarnation is not None
+        ]
+
+
+def _refused(ack: ReloadAck, reason: str) -> Say:
+    fields: dict[str, object] = {"instance": ack.instance_id, "nonce": ack.nonce, "why": reason}
+    return Say("ack_refused", fields, is_warning=True)
+
+
+def _in_words(refused: dict[InstanceId, str]) -> str:
+    return "; ".join(f"{instance}: {why}" for instance, why in refused.items()) or "nobody refused"

@@ -1,0 +1,169 @@
+"""Admission, accounts and batches of the rollout side. Pure.
+
+Prompts come from the data's cursor, groups go to the runner, complete groups wait in the buffer
+until a batch of them is fresh enough to train on.
+"""
+
+from typing import Protocol
+
+import msgspec
+
+from libra.errors import DataError
+from libra.ids import GroupId, PolicyVersion
+from libra.rollouts import buffer as accounts
+from libra.rollouts.accounts import BufferLimits, Counts
+from libra.rollouts.buffer import BufferCommand, BufferState, RolloutBuffer
+from libra.rollouts.group import CompleteGroup, PromptRef
+from libra.rollouts.trajectory import SampleFailed, Trajectory
+from libra_supervisor.loop.commands import CancelGroup, Command, Say, StartGroup
+
+
+class Cursor(Protocol):
+    """Where the data stands; `libra.data.cursor.Cursor` is the real one."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Rows of the dataset."""
+
+    def next(self) -> PromptRef | None:
+        """The next visit, None when the wanted epochs are over."""
+
+    def dump(self) -> bytes:
+        """What `restore` takes."""
+
+    def restore(self, state: bytes) -> None: ...
+
+
+class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint keeps of the rollout side."""
+
+    buffer: BufferState
+    cursor: bytes
+
+
+class RolloutDesk:
+    """The rollout side of one run; `rewind` puts it back to a checkpoint."""
+
+    def __init__(self, limits: BufferLimits, cursor: Cursor) -> None:
+        self._limits = limits
+        self._cursor = cursor
+        self._first_cursor = cursor.dump()
+        self._buffer = RolloutBuffer(limits)
+        self._is_open = False
+        self._is_cursor_done = False
+
+    @property
+    def counts(self) -> Counts:
+        return self._buffer.counts
+
+    @property
+    def num_complete(self) -> int:
+        """Trajectories of complete groups."""
+        return self._buffer.num_complete
+
+    @property
+    def dropped_by_reason(self) -> dict[str, int]:
+        return self._buffer.dropped_by_reason
+
+    @property
+    def is_exhausted(self) -> bool:
+        """True when no further batch can be filled: the data is over and nothing runs."""
+        counts = self._buffer.counts
+        is_idle = counts.enqueued + counts.running == 0 and not self._buffer.state().pending
+        return self._is_cursor_done and is_idle and self.num_complete < self._limits.batch_size
+
+    def oldest_wait(self) -> tuple[GroupId, float] | None:
+        return self._buffer.oldest_wait()
+
+    def open(self) -> None:
+        """Begin to admit: a committed version is being served."""
+        self._is_open = True
+
+    def close(self) -> None:
+        """Admit nothing more; what runs goes on."""
+        self._is_open = False
+
+    def admit(self, serving_version: PolicyVersion) -> tuple[Command, ...]:
+        """Start as many whole groups as staleness and concurrency allow."""
+        if not self._is_open:
+            return ()
+        commands: list[Command] = []
+        for _ in range(self._buffer.num_admissible(serving_version=serving_version)):
+            group = self._buffer.admit_pending()
+            while group is None:
+                prompt = self._cursor.next()
+                if prompt is None:
+                    self._is_cursor_done = True
+                    return tuple(commands)
+                group = self._buffer.admit(prompt)
+                if group is None:
+                    self._buffer.check_prompts_left(self._cursor.num_prompts)
+            commands.append(StartGroup(group))
+        return tuple(commands)
+
+    def take_batch(self, trainer_version: PolicyVersion) -> tuple[CompleteGroup, ...] | None:
+        """The batch that a trainer at `trainer_version` trains on next, or None."""
+        return self._buffer.take_batch(version=trainer_version)
+
+    def on_started(self, group_id: GroupId, sample_index: int, *, now: float) -> None:
+        self._buffer.on_started(group_id, sample_index, now=now)
+
+    def on_progress(self, group_id: GroupId, sample_index: int, *, now: float) -> None:
+        self._buffer.on_progress(group_id, sample_index, now=now)
+
+    def on_finished(self, trajectory: Trajectory) -> tuple[Command, ...]:
+        return _translated(self._buffer.on_finished(trajectory))
+
+    def on_failed(
+        self, group_id: GroupId, sample_index: int, failure: SampleFailed
+    ) -> tuple[Command, ...]:
+        said = Say(
+            "sample_failed",
+            {
+                "group": group_id,
+                "sample": sample_index,
+                "kind": failure.kind,
+                "why": failure.message,
+            },
+            is_warning=True,
+        )
+        ended = self._buffer.on_failed(group_id, sample_index, failure.kind, failure.message)
+        return (said, *_translated(ended))
+
+    def on_tick(self, *, now: float) -> tuple[Command, ...]:
+        return _translated(self._buffer.on_tick(now=now))
+
+    def dump(self) -> bytes:
+        state = RolloutState(buffer=self._buffer.state(), cursor=self._cursor.dump())
+        return msgspec.msgpack.encode(state)
+
+    def rewind(self, state: bytes | None, version: PolicyVersion) -> None:
+        """Go on from a checkpoint's state at `version`; None starts the data from its beginning.
+
+        Raises DataError when the state is not one that `dump` wrote.
+        """
+        self._is_open = False
+        self._is_cursor_done = False
+        if state is None:
+            self._cursor.restore(self._first_cursor)
+            self._buffer = RolloutBuffer(self._limits)
+            return
+        try:
+            restored = msgspec.msgpack.decode(state, type=RolloutState)
+        except msgspec.MsgspecError as error:
+            raise DataError(f"the checkpoint's rollout state cannot be read: {error}") from error
+        self._cursor.restore(restored.cursor)
+        self._buffer = RolloutBuffer.restored(self._limits, restored.buffer, version=version)
+
+
+def _translated(commands: tuple[BufferCommand, ...]) -> tuple[Command, ...]:
+    return tuple(
+        CancelGroup(command.group_id)
+        if isinstance(command, accounts.CancelGroup)
+        else Say(
+            "prompt_quarantined",
+            {"prompt": command.prompt_id, "why": command.reason},
+            is_warning=True,
+        )
+        for command in commands
+    )

@@ -1,0 +1,114 @@
+"""Times and numbers of the step in progress, until they become a line of metrics.jsonl. Pure."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from libra.errors import InvariantError
+from libra.ids import PolicyVersion
+from libra.rollouts.group import CompleteGroup
+from libra.rollouts.summary import BatchSummary, summarize
+from libra.wire.rank import TrainMetrics
+from libra_supervisor.loop.commands import WriteStep
+from libra_supervisor.loop.moment import Moment
+from libra_supervisor.records.step import StepContext, StepRecord, StepTimes, step_record
+
+
+class Draft(msgspec.Struct, kw_only=True):
+    """What is known so far about a step."""
+
+    step: int
+    groups: tuple[CompleteGroup, ...]
+    batch: BatchSummary
+    rollout_wait_s: float
+    begun_at: float
+    metrics: TrainMetrics | None = None
+    trained_at: float | None = None
+    export_s: float = 0.0
+    reload_s: float = 0.0
+
+
+class StepBook:
+    """One draft at a time; `close` turns it into the commands that write it down."""
+
+    def __init__(self) -> None:
+        self._draft: Draft | None = None
+        self._collecting_since: float | None = None
+        self._reload_begun_at: float | None = None
+        self.last: StepRecord | None = None
+        """The newest closed step."""
+
+        self.num_closed = 0
+        self.trained_s = 0.0
+        """Wall time of the steps closed since the process began."""
+
+    def on_collect(self, at: Moment) -> None:
+        self._collecting_since = at.now
+
+    def on_batch_taken(
+        self, step: int, groups: Sequence[CompleteGroup], version: PolicyVersion, at: Moment
+    ) -> None:
+        """The batch of `step` goes to a trainer at `version`."""
+        since = at.now if self._collecting_since is None else self._collecting_since
+        self._draft = Draft(
+            step=step,
+            groups=tuple(groups),
+            batch=summarize(groups, version=version),
+            rollout_wait_s=at.now - since,
+            begun_at=since,
+        )
+
+    def on_trained(self, metrics: TrainMetrics, at: Moment) -> None:
+        draft = self._open_draft()
+        draft.metrics = metrics
+        draft.trained_at = at.now
+
+    def on_exported(self, export_s: float) -> None:
+        if self._draft is not None:
+            self._draft.export_s = export_s
+
+    def on_reload_begun(self, at: Moment) -> None:
+        self._reload_begun_at = at.now
+
+    def on_reloaded(self, at: Moment) -> None:
+        if self._draft is not None and self._reload_begun_at is not None:
+            self._draft.reload_s = at.now - self._reload_begun_at
+
+    def close(
+        self, *, attempt: int, num_dropped: dict[str, int], at: Moment
+    ) -> tuple[WriteStep, ...]:
+        """The line of a trained step; nothing when none is open."""
+        draft, self._draft = self._draft, None
+        if draft is None or draft.metrics is None:
+            return ()
+        step_s = at.now - draft.begun_at
+        record = step_record(
+            context=StepContext(
+                step=draft.step,
+                attempt=attempt,
+                wall_time_ns=at.wall_ns,
+                num_dropped=num_dropped,
+            ),
+            batch=draft.batch,
+            metrics=draft.metrics,
+            times=StepTimes(
+                rollout_wait_s=draft.rollout_wait_s,
+                export_s=draft.export_s,
+                reload_s=draft.reload_s,
+                step_s=step_s,
+            ),
+        )
+        self.last = record
+        self.num_closed += 1
+        self.trained_s += step_s
+        return (WriteStep(record, draft.groups),)
+
+    def discard(self) -> None:
+        """Forget a step whose gang was lost."""
+        self._draft = None
+        self._collecting_since = None
+
+    def _open_draft(self) -> Draft:
+        if self._draft is None:
+            raise InvariantError("a step was trained whose batch nobody took")
+        return self._draft

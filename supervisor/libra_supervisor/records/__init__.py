@@ -1,0 +1,1 @@
+"""What a run writes down about itself: a line per step, per reload, per trajectory."""

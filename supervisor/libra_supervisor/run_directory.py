@@ -1,0 +1,148 @@
+"""The run directory: its paths, and the lock that keeps a second supervisor out."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from libra.errors import SiteError
+from libra.ids import ChildId, PolicyVersion
+
+LOCK_NAME = "supervisor.lock"
+
+
+class RunDirectory(msgspec.Struct, frozen=True):
+    """Paths below one run's root. Nothing else in Libra composes them."""
+
+    root: Path
+    """Absolute."""
+
+    @property
+    def given_config(self) -> Path:
+        return self.root / "config.given.yaml"
+
+    @property
+    def resolved_config(self) -> Path:
+        return self.root / "config.resolved.yaml"
+
+    @property
+    def resolved_config_json(self) -> Path:
+        """The same for child processes, in the form that needs no YAML reader."""
+        return self.root / "config.resolved.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def state(self) -> Path:
+        return self.root / "state.json"
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal.jsonl"
+
+    @property
+    def control_socket(self) -> Path:
+        return self.root / "control.sock"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def control_log(self) -> Path:
+        return self.logs / "control.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def reloads(self) -> Path:
+        return self.root / "reloads.jsonl"
+
+    @property
+    def reconfigurations(self) -> Path:
+        return self.root / "reconfigurations.jsonl"
+
+    @property
+    def trajectories(self) -> Path:
+        return self.root / "trajectories"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def phase_trace(self) -> Path:
+        return self.root / "phase_trace"
+
+    @property
+    def token(self) -> Path:
+        """Bearer token of the control API and of the servers' guarded routes; mode 0600."""
+        return self.root / "token"
+
+    def log_of(self, child_id: ChildId) -> Path:
+        return self.logs / f"{child_id}.log"
+
+    def weights_of(self, version: PolicyVersion) -> Path:
+        return self.weights / f"v{version:06d}"
+
+    def checkpoint_of(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:06d}"
+
+    def trajectories_of(self, step: int) -> Path:
+        return self.trajectories / f"step_{step:06d}.jsonl"
+
+    def create(self) -> None:
+        """Make the directory and its fixed folders; existing ones are kept."""
+        folders = (self.logs, self.trajectories, self.weights, self.checkpoints, self.phase_trace)
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """Who holds a run directory; written into the lock file."""
+
+    pid: int
+    host: str
+
+
+@contextmanager
+def held(directory: RunDirectory) -> Iterator[None]:
+    """Hold the run directory for as long as the block runs.
+
+    Raises SiteError naming the holder when another supervisor has it. The kernel drops the lock
+    when the process ends, however it ends.
+    """
+    descriptor = os.open(directory.root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SiteError(
+                f"{directory.root} is in use by {_describe_holder(descriptor)}; stop it first "
+                f"(libra-supervisor stop --run-dir {directory.root}) or choose another --run-dir"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        holder = Holder(pid=os.getpid(), host=os.uname().nodename)
+        os.pwrite(descriptor, msgspec.json.encode(holder), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _describe_holder(descriptor: int) -> str:
+    try:
+        holder = msgspec.json.decode(os.pread(descriptor, 4096, 0), type=Holder)
+    except msgspec.DecodeError:
+        return "another libra-supervisor"
+    return f"libra-supervisor pid {holder.pid} on {holder.host}"

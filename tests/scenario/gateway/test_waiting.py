@@ -1,0 +1,118 @@
+import anyio
+import pytest
+import trio.testing
+
+from fleets import fleet_of, place, request, spec
+from libra import clock
+from libra.errors import DrainingError, OverloadedError
+from libra.ids import InstanceId
+from libra_supervisor.gateway.waiting import WaitingRoom
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend():
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+async def test_a_waiting_task_goes_on_when_a_place_is_given_back():
+    scheduler = fleet_of(1, now=clock.now(), max_in_flight_per_instance=1)
+    room, seen = WaitingRoom(scheduler), []
+
+    async def one(name, work_s):
+        async with room.place(request()) as placement:
+            await clock.sleep(work_s)
+            placement.complete(5)
+        seen.append((name, clock.now() - began))
+
+    began = clock.now()
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(room.run)
+        async with anyio.create_task_group() as users:
+            for k in range(3):
+                users.start_soon(one, k, 10.0)
+                await trio.testing.wait_all_tasks_blocked()
+        tg.cancel_scope.cancel()
+    assert seen == [(0, 10.0), (1, 20.0), (2, 30.0)]
+    assert scheduler.num_in_flight() == 0
+
+
+async def test_the_deadline_ends_the_wait_with_what_was_missing():
+    scheduler = fleet_of(0, queue_deadline_s=30.0)
+    room, began = WaitingRoom(scheduler), clock.now()
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(room.run)
+        with pytest.raises(OverloadedError, match=r"within 30\.0 s \(no_instances\)"):
+            async with room.place(request()):
+                pass
+        tg.cancel_scope.cancel()
+    assert clock.now() - began == 30.0
+
+
+async def test_a_stopping_run_ends_every_wait():
+    scheduler = fleet_of(0)
+    room = WaitingRoom(scheduler)
+
+    async def wait():
+        with pytest.raises(DrainingError):
+            async with room.place(request()):
+                pass
+
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(wait)
+        await trio.testing.wait_all_tasks_blocked()
+        scheduler.stop_admitting()
+
+
+async def test_a_cancelled_wait_leaves_nothing_behind():
+    scheduler = fleet_of(0)
+    room = WaitingRoom(scheduler)
+    with anyio.move_on_after(5):
+        async with room.place(request()):
+            pass
+    assert scheduler.num_waiting == 0
+    scheduler.observe_instance(spec("late"), clock.now())
+    assert scheduler.num_in_flight() == 0
+
+
+async def test_a_place_found_in_the_moment_of_cancellation_is_given_back():
+    scheduler = fleet_of(0)
+    room = WaitingRoom(scheduler)
+
+    async def wait():
+        async with room.place(request()):
+            await clock.sleep(1000)
+
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(wait)
+        await trio.testing.wait_all_tasks_blocked()
+        scheduler.observe_instance(spec("late"), clock.now())
+        tg.cancel_scope.cancel()
+    assert scheduler.num_in_flight() == 0
+
+
+async def test_a_block_that_ends_by_an_error_gives_its_place_back():
+    scheduler = fleet_of(1)
+    room = WaitingRoom(scheduler)
+
+    async def breaks():
+        async with room.place(request()):
+            assert scheduler.num_in_flight(InstanceId("i0")) == 1
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await breaks()
+    assert scheduler.num_in_flight() == 0
+
+
+async def test_a_pause_that_ends_by_time_alone_wakes_the_waiters():
+    scheduler = fleet_of(1, now=clock.now())
+    room, began = WaitingRoom(scheduler), clock.now()
+    scheduler.fail(place(scheduler, began), "saturated", began, retry_after_s=3.0)
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(room.run)
+        async with room.place(request()) as placement:
+            placement.complete(1)
+        tg.cancel_scope.cancel()
+    assert clock.now() - began == 3.0

@@ -1,0 +1,84 @@
+import socket
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_supervisor.doctor import probes
+from libra_supervisor.doctor.findings import (
+    GIB,
+    HostDemand,
+    disk_finding,
+    host_memory_bytes,
+    memory_finding,
+)
+
+TINY = HostDemand(
+    num_parameters=427_136,
+    num_ranks=2,
+    model_parallel_size=1,
+    num_instances=2,
+    num_workers=2,
+    engine_bytes_per_parameter=4,
+    kv_cache_bytes_per_worker=64 * 2**20,
+)
+
+
+def test_the_quickstart_is_taken_to_need_about_four_gib():
+    assert 3.5 * GIB < host_memory_bytes(TINY) < 4.5 * GIB
+
+
+@given(st.integers(1, 10**11), st.integers(1, 8), st.integers(0, 8))
+def test_more_of_anything_never_needs_less_memory(parameters, ranks, instances):
+    def demand(**changes):
+        base = {
+            "num_parameters": parameters,
+            "num_ranks": ranks,
+            "model_parallel_size": 1,
+            "num_instances": instances,
+            "num_workers": instances,
+            "engine_bytes_per_parameter": 2,
+            "kv_cache_bytes_per_worker": 2**20,
+        }
+        return HostDemand(**{**base, **changes})
+
+    least = host_memory_bytes(demand())
+    assert host_memory_bytes(demand(num_ranks=ranks + 1)) > least
+    assert host_memory_bytes(demand(num_parameters=parameters + 1)) >= least
+    more_engines = demand(num_instances=instances + 1, num_workers=instances + 1)
+    assert host_memory_bytes(more_engines) > least
+
+
+def test_too_little_memory_names_figures_and_what_to_change():
+    finding = memory_finding(needed_bytes=3 * GIB, available_bytes=GIB)
+    assert not finding.ok
+    assert "3.0 GiB needed, 1.0 available" in finding.detail
+    assert "rollout_gpus" in finding.advice
+
+
+def test_a_full_disk_names_the_directory():
+    finding = disk_finding(directory="/runs", needed_bytes=GIB, free_bytes=0)
+    assert not finding.ok
+    assert "/runs" in finding.detail
+    assert "keep_last" in finding.advice
+
+
+def test_a_port_in_use_names_its_key_and_a_free_one_passes():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        finding = probes.port_finding("127.0.0.1", port, "rollout_port_base")
+        assert not finding.ok
+        assert f"rollout_port_base: 127.0.0.1:{port} is in use" in finding.detail
+    assert probes.port_finding("127.0.0.1", port, "rollout_port_base").ok
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr(probes, "PACKAGES", {"no_such_package.inner": "it", "json": "json"})
+    missing, present = probes.package_findings()
+    assert not missing.ok
+    assert "scripts/setup.sh" in missing.advice
+    assert present.ok
+
+
+def test_memory_and_disk_of_this_machine_are_positive(tmp_path):
+    assert probes.available_memory_bytes() > 0
+    assert probes.free_disk_bytes(tmp_path / "not" / "there" / "yet") > 0

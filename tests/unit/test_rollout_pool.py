@@ -1,0 +1,68 @@
+import pytest
+
+from libra.errors import InvariantError
+from libra.ids import Incarnation, InstanceId, PolicyVersion
+from libra.pools.member import MemberState, moved
+from libra.pools.pool import RolloutPool
+
+A = InstanceId("vllm-0")
+FIRST, SECOND = Incarnation("first"), Incarnation("second")
+V7 = PolicyVersion(7)
+
+
+def serving_pool() -> RolloutPool:
+    pool = RolloutPool([(A, 2)], now=0.0)
+    pool.on_started(A, FIRST, now=1.0)
+    pool.on_answering(A, now=2.0)
+    assert pool.on_version_confirmed(A, FIRST, V7, committed=V7, now=3.0)
+    return pool
+
+
+@pytest.mark.case("T-B67")
+@pytest.mark.case("R-B86")
+def test_a_restarted_instance_is_not_routable_until_it_proves_the_committed_version():
+    pool = serving_pool()
+    pool.on_exited(A, "killed", now=4.0)
+    pool.on_started(A, SECOND, now=5.0)
+    pool.on_answering(A, now=6.0)
+    assert pool.ids_in(MemberState.SERVING) == ()
+    assert not pool.on_version_confirmed(A, SECOND, PolicyVersion(0), committed=V7, now=7.0)
+    assert pool[A].state is MemberState.STALE
+    assert pool.on_version_confirmed(A, SECOND, V7, committed=V7, now=8.0)
+    assert pool[A].num_restarts == 1
+
+
+@pytest.mark.case("R-B24")
+def test_a_late_answer_of_the_old_incarnation_changes_nothing():
+    pool = serving_pool()
+    pool.on_exited(A, "killed", now=4.0)
+    pool.on_started(A, SECOND, now=5.0)
+    pool.on_answering(A, now=6.0)
+    assert not pool.on_version_confirmed(A, FIRST, V7, committed=V7, now=7.0)
+    assert pool[A].state is MemberState.STALE
+
+
+@pytest.mark.case("R-B89")
+def test_a_failed_reload_quarantines_with_an_unknown_version():
+    pool = serving_pool()
+    pool.on_reload_begun(A, now=4.0)
+    pool.on_reload_failed(A, "tensor missing", now=5.0)
+    assert pool[A].state is MemberState.QUARANTINED
+    assert pool[A].version is None
+    assert not pool.on_version_confirmed(A, FIRST, V7, committed=V7, now=6.0)
+
+
+def test_a_drained_instance_comes_back_from_a_reload_still_drained():
+    pool = serving_pool()
+    pool.on_drain_requested(A, now=4.0)
+    pool.on_reload_begun(A, now=5.0)
+    assert not pool.on_version_confirmed(A, FIRST, V7, committed=V7, now=6.0)
+    assert pool[A].state is MemberState.DRAINING
+    pool.on_undrain_requested(A, now=7.0)
+    assert pool[A].state is MemberState.SERVING
+
+
+def test_a_move_outside_the_table_is_a_bug():
+    pool = RolloutPool([(A, 1)], now=0.0)
+    with pytest.raises(InvariantError, match="from starting to serving"):
+        moved(pool[A], MemberState.SERVING, now=1.0)

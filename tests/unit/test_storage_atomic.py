@@ -1,0 +1,92 @@
+import pytest
+
+from libra.storage.atomic import (
+    atomic_write,
+    discard_directory,
+    growing_directory,
+    partial_sibling,
+    publish_directory,
+    sweep_unfinished,
+)
+
+
+def test_a_write_replaces_the_whole_file_with_the_mode_asked_for(tmp_path):
+    path = tmp_path / "state.json"
+    path.write_text("a much longer old content")
+    atomic_write(path, b"new", mode=0o600)
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
+    path = tmp_path / "state.json"
+    path.write_text("old")
+    with pytest.raises(TypeError):
+        atomic_write(path, "text")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_directory_appears_with_all_its_files(tmp_path):
+    with growing_directory(tmp_path / "v1") as partial:
+        (partial / "a").write_text("1")
+        (partial / "sub").mkdir()
+        (partial / "sub" / "b").write_text("2")
+        assert not (tmp_path / "v1").exists()
+    assert (tmp_path / "v1" / "sub" / "b").read_text() == "2"
+    assert [p.name for p in tmp_path.iterdir()] == ["v1"]
+
+
+def write_half_and_fail(final):
+    with growing_directory(final) as partial:
+        (partial / "a").write_text("1")
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.case("T-B50")
+def test_a_writer_that_fails_half_way_leaves_nothing(tmp_path):
+    with pytest.raises(OSError, match="No space"):
+        write_half_and_fail(tmp_path / "v1")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_an_interrupted_writer_left_is_replaced(tmp_path):
+    leftover = partial_sibling(tmp_path / "v1")
+    leftover.mkdir()
+    (leftover / "old").write_text("")
+    with growing_directory(tmp_path / "v1") as partial:
+        (partial / "new").write_text("")
+    assert [p.name for p in (tmp_path / "v1").iterdir()] == ["new"]
+
+
+def test_a_published_directory_is_never_replaced(tmp_path):
+    (tmp_path / "v1").mkdir()
+    (tmp_path / ".v1.partial").mkdir()
+    with pytest.raises(FileExistsError, match="v1 exists already"):
+        publish_directory(tmp_path / ".v1.partial", tmp_path / "v1")
+    with (
+        pytest.raises(FileExistsError, match="v1 exists already"),
+        growing_directory(tmp_path / "v1"),
+    ):
+        pass
+
+
+def test_discarding_takes_the_name_away_before_the_content(tmp_path):
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1" / "a").write_text("")
+    (tmp_path / ".v1.discarded").mkdir()
+    discard_directory(tmp_path / "v1")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_sweep_removes_only_unfinished_things(tmp_path):
+    for name in (".a.partial", ".b.discarded", ".keep", "c.partial"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".d.partial").write_text("")
+    assert [p.name for p in sweep_unfinished(tmp_path)] == [
+        ".a.partial",
+        ".b.discarded",
+        ".d.partial",
+    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".keep", "c.partial"]
