@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from libra.config.load import load_resolved
+from libra.config.load import current_environ, load_resolved
 from libra.config.run import RunConfig
 from libra.errors import LibraError
 from libra.ids import RunId
@@ -62,14 +62,14 @@ def _run(
     if config.control.device == "cpu":
         # Hidden before torch looks: Megatron would use a GPU that it can see.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # noqa: TID251
-    from libra.trainer import cpu_path
+    from libra.trainer import cpu_path  # noqa: PLC0415
 
     cpu_path.enable()
-    import torch
+    import torch  # noqa: PLC0415
 
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
-    from libra.trainer.rank import run_rank
-    from libra.trainer.world import leave_world
+    from libra.trainer.rank import run_rank  # noqa: PLC0415
+    from libra.trainer.world import leave_world  # noqa: PLC0415
 
     run_rank(config, identity, link, restore=restore)
     leave_world()
@@ -90,7 +90,7 @@ def _last_words(link: Link | None, event: RankFailed) -> None:
 
 if __name__ == "__main__":
     # Without interpreter shutdown: a peer that died leaves NCCL and gloo threads that never end.
-    code = main(sys.argv[1:], os.environ)  # noqa: TID251 - a rank's only way to know its place
+    code = main(sys.argv[1:], current_environ())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
