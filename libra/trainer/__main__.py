@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from libra.config.load import load_resolved
+from libra.config.load import current_environ, load_resolved
 from libra.config.run import RunConfig
 from libra.errors import LibraError
 from libra.ids import RunId
@@ -90,7 +90,7 @@ def _last_words(link: Link | None, event: RankFailed) -> None:
 
 if __name__ == "__main__":
     # Without interpreter shutdown: a peer that died leaves NCCL and gloo threads that never end.
-    code = main(sys.argv[1:], os.environ)  # noqa: TID251 - a rank's only way to know its place
+    code = main(sys.argv[1:], current_environ())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

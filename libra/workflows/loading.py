@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from libra.errors import ConfigError
+from libra.user_code import function_at
 from libra.workflows.client import Workflow
-from libra.workflows.functions import function_at
 from libra.workflows.multi_turn import multi_turn
 from libra.workflows.single_turn import single_turn
 

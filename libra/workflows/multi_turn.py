@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from libra.data.task import Task
 from libra.rollouts.trajectory import Trajectory
 from libra.rollouts.transcript import Transcript
+from libra.user_code import function_at
 from libra.workflows.client import RolloutClient
-from libra.workflows.functions import function_at
 from libra.workflows.text import decoded, encoded_after_answer
 from libra.workflows.tools import Toolbox, calls_in
 
