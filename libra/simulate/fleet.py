@@ -1,4 +1,8 @@
-"""Simulated instances behind the real scheduler."""
+"""Simulated instances behind the real scheduler.
+
+The scheduler does not know how long a response will be. `length_bounds` simulate a router that
+does: each TP degree then has a scheduler of its own, and a request's length chooses among them.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
@@ -15,6 +19,16 @@ from libra.scheduling.scheduler import Scheduler
 from libra.scheduling.slot import InstanceSpec
 from libra.simulate.engine import Engine, EngineRequest
 from libra.simulate.timeline import Timeline
+
+_ALL = 0
+"""Key of the scheduler that has every instance."""
+
+
+class LengthBound(msgspec.Struct, frozen=True, kw_only=True):
+    """Responses of at least `shortest_tokens`, and below the bound before, go to degree `tp`."""
+
+    shortest_tokens: int
+    tp: int
 
 
 class FleetEvents(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,38 +52,46 @@ class Instance:
         self.when_empty: Callable[[], None] | None = None
 
 
+class FleetShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Which instances there are and what each can do; mappings are by TP degree."""
+
+    placements: Sequence[InstancePlacement]
+    cost_of: Mapping[int, InstanceCost]
+    kv_capacity_of: Mapping[int, int]
+    max_new_tokens: int
+    length_bounds: tuple[LengthBound, ...] = ()
+
+
 class Fleet:
     """Places requests, lets engines decode, and reports what finished."""
 
     def __init__(
         self,
         timeline: Timeline,
+        shape: FleetShape,
         *,
         scheduling: SchedulingConfig,
-        placements: Sequence[InstancePlacement],
-        cost_of: Mapping[int, InstanceCost],
-        kv_capacity_of: Mapping[int, int],
-        max_new_tokens: int,
         events: FleetEvents,
     ) -> None:
         self._timeline, self._events = timeline, events
-        self._max_new_tokens = max_new_tokens
-        self._scheduler = Scheduler(scheduling, kv_capacity_by_tp=kv_capacity_of)
-        self.instances = [Instance(placed, cost_of[placed.tp]) for placed in placements]
+        self._max_new_tokens = shape.max_new_tokens
+        self._bounds = shape.length_bounds
+        keys = {bound.tp for bound in self._bounds} or {_ALL}
+        self._scheduler_of = {
+            key: Scheduler(scheduling, kv_capacity_by_tp=shape.kv_capacity_of) for key in keys
+        }
+        self.instances = [Instance(placed, shape.cost_of[placed.tp]) for placed in shape.placements]
         self._instance_of = {instance.instance_id: instance for instance in self.instances}
         for instance in self.instances:
             self._announce(instance, PolicyVersion(0))
         if scheduling.enable_metrics_feedback:
             self._poll(scheduling.metrics_poll_interval_s)
 
-    @property
-    def scheduler(self) -> Scheduler:
-        return self._scheduler
-
     def submit(self, request: EngineRequest) -> None:
         """Route a trajectory's one request."""
         now = self._timeline.now
-        decision = self._scheduler.route(
+        scheduler = self._scheduler_of[self._key(request)]
+        decision = scheduler.route(
             RouteRequest(
                 request_id=RequestId(request.trajectory_id),
                 max_new_tokens=self._max_new_tokens,
@@ -85,12 +107,12 @@ class Fleet:
                 self._events.on_refused(request, reason)
             case Wait(ticket=ticket):
                 ticket.wake = lambda: self._on_settled(ticket, request)
-                self._timeline.at(ticket.deadline_at, self._tick)
+                self._timeline.at(ticket.deadline_at, lambda: scheduler.on_tick(self._timeline.now))
 
     def begin_reload(self, instance: Instance, *, drains: bool, done: Callable[[], None]) -> None:
         """Take `instance` out of routing; call `done` when it may load."""
         self._touch(instance)
-        self._scheduler.set_ready(instance.instance_id, False, self._timeline.now)
+        self._scheduler(instance).set_ready(instance.instance_id, False, self._timeline.now)
         if drains and not instance.engine.is_empty:
             instance.engine.close()
             instance.when_empty = done
@@ -111,15 +133,25 @@ class Fleet:
         self._touch(instance)
         instance.engine.policy_version = version
         instance.engine.thaw()
-        self._scheduler.set_version(instance.instance_id, version, now)
-        self._scheduler.set_ready(instance.instance_id, True, now)
+        self._scheduler(instance).set_version(instance.instance_id, version, now)
+        self._scheduler(instance).set_ready(instance.instance_id, True, now)
         self._arm(instance)
 
     def commit(self, version: PolicyVersion) -> None:
-        self._scheduler.set_version_floor(version, self._timeline.now)
+        for scheduler in self._scheduler_of.values():
+            scheduler.set_version_floor(version, self._timeline.now)
+
+    def _scheduler(self, instance: Instance) -> Scheduler:
+        return self._scheduler_of[instance.tp if self._bounds else _ALL]
+
+    def _key(self, request: EngineRequest) -> int:
+        if not self._bounds:
+            return _ALL
+        fitting = (b.tp for b in self._bounds if request.response_tokens >= b.shortest_tokens)
+        return next(fitting, self._bounds[-1].tp)
 
     def _announce(self, instance: Instance, version: PolicyVersion) -> None:
-        self._scheduler.observe_instance(
+        self._scheduler(instance).observe_instance(
             InstanceSpec(
                 instance_id=instance.instance_id,
                 incarnation=instance.incarnation,
@@ -148,7 +180,9 @@ class Fleet:
         finished = instance.engine.advance(self._timeline.now)
         for request in finished:
             reservation = instance.reservation_of.pop(request)
-            self._scheduler.complete(reservation, request.response_tokens, self._timeline.now)
+            self._scheduler(instance).complete(
+                reservation, request.response_tokens, self._timeline.now
+            )
             self._events.on_finished(request, instance.instance_id)
         if instance.when_empty is not None and instance.engine.is_empty:
             done, instance.when_empty = instance.when_empty, None
@@ -168,14 +202,11 @@ class Fleet:
             self._touch(instance)
             self._arm(instance)
 
-    def _tick(self) -> None:
-        self._scheduler.on_tick(self._timeline.now)
-
     def _poll(self, period_s: float) -> None:
         now = self._timeline.now
         for instance in self.instances:
             counts = instance.engine.counts()
-            self._scheduler.on_snapshot(
+            self._scheduler(instance).on_snapshot(
                 instance.instance_id,
                 LoadSnapshot(
                     incarnation=instance.incarnation,

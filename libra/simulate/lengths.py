@@ -61,7 +61,13 @@ class RecordedLengths:
     def __init__(self, groups: list[GroupLengths]) -> None:
         self._groups = groups
 
-    def group(self, index: int, *, step: int, n_samples: int) -> GroupLengths:
+    def group(
+        self,
+        index: int,
+        *,
+        step: int,  # noqa: ARG002 - what was recorded does not drift
+        n_samples: int,
+    ) -> GroupLengths:
         """A group with fewer responses than samples gives them more than once."""
         found = self._groups[index % len(self._groups)]
         responses = found.response_tokens

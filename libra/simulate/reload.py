@@ -77,9 +77,7 @@ class Reload:
     def _next(self, queue: list[Instance]) -> None:
         instance, rest = queue[0], queue[1:]
         drains = self._is_inplace and self._weights.rollout_weight_pause_mode == "wait"
-        self._fleet.begin_reload(
-            instance, drains=drains, done=lambda: self._load(instance, rest)
-        )
+        self._fleet.begin_reload(instance, drains=drains, done=lambda: self._load(instance, rest))
 
     def _load(self, instance: Instance, rest: list[Instance]) -> None:
         evicts = not self._is_inplace or self._weights.rollout_weight_pause_mode == "abort"

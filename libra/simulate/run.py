@@ -12,7 +12,7 @@ import numpy as np
 
 from libra.config.run import RunConfig
 from libra.data.cursor import PromptRef
-from libra.errors import InvariantError
+from libra.errors import ConfigError, InvariantError
 from libra.ids import InstanceId, PolicyVersion, PromptId, TrajectoryId
 from libra.planner.cost_models import CostModels
 from libra.planner.demand import Demand
@@ -25,13 +25,14 @@ from libra.rollouts.group import AdmittedGroup, CompleteGroup
 from libra.rollouts.staleness import staleness
 from libra.rollouts.trajectory import Trajectory
 from libra.simulate.engine import EngineRequest
-from libra.simulate.fleet import Fleet, FleetEvents
+from libra.simulate.fleet import Fleet, FleetEvents, FleetShape, LengthBound
 from libra.simulate.lengths import LengthSource
 from libra.simulate.reload import Reload, reload_times
 from libra.simulate.result import SimulationResult, StepRecord, TpUse
 from libra.simulate.timeline import Timeline
 from libra.wire.instance import VersionSpan
 
+_FEWEST_STEPS = 2
 _ASK_AGAIN_S = 1.0
 """When a request that was turned away is tried again."""
 
@@ -44,6 +45,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan
     models: CostModels
     num_gpus: int
+    length_bounds: tuple[LengthBound, ...] = ()
+    """Not empty: a router that knows lengths, instead of the real one."""
+
     switch_s: float = 0.0
     """Colocated runs: time to hand the GPUs from rollout to training and back, once per step."""
 
@@ -65,8 +69,11 @@ def simulate(
 ) -> SimulationResult:
     """Run `num_steps` training steps. Equal arguments give equal results.
 
+    Raises ConfigError for fewer than two steps: rates need one to warm up and one to measure.
     Raises InvariantError when the run stops making progress, which is a bug.
     """
+    if num_steps < _FEWEST_STEPS:
+        raise ConfigError(f"a simulation needs at least {_FEWEST_STEPS} steps, not {num_steps}")
     run = _Run(scenario, lengths, num_steps=num_steps, seed=seed)
     return run.result()
 
@@ -93,11 +100,14 @@ class _Run:
         memory = scenario.models.rollout_memory
         self._fleet = Fleet(
             self._timeline,
+            FleetShape(
+                placements=scenario.plan.instances,
+                cost_of={tp: scenario.models.instance.cost(tp) for tp in degrees},
+                kv_capacity_of={tp: memory.kv_capacity_tokens(tp) for tp in degrees},
+                max_new_tokens=config.rollout.max_new_tokens,
+                length_bounds=scenario.length_bounds,
+            ),
             scheduling=config.heterogeneous_rollout.scheduling,
-            placements=scenario.plan.instances,
-            cost_of={tp: scenario.models.instance.cost(tp) for tp in degrees},
-            kv_capacity_of={tp: memory.kv_capacity_tokens(tp) for tp in degrees},
-            max_new_tokens=config.rollout.max_new_tokens,
             events=FleetEvents(on_finished=self._on_finished, on_refused=self._on_refused),
         )
         self._times = reload_times(config, memory, degrees)
@@ -148,9 +158,7 @@ class _Run:
         return group
 
     def _start(self, group: AdmittedGroup) -> None:
-        drawn = self._lengths.group(
-            group.prompt.row, step=self._trained, n_samples=group.n_samples
-        )
+        drawn = self._lengths.group(group.prompt.row, step=self._trained, n_samples=group.n_samples)
         for index, response_tokens in enumerate(drawn.response_tokens):
             request = EngineRequest(
                 trajectory_id=group.trajectory_id(index),

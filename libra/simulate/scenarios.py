@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from libra.config.run import RunConfig
-from libra.errors import InfeasiblePlanError
+from libra.errors import InfeasiblePlanError, InvariantError
 from libra.ids import SlotId
 from libra.planner.applied import planned_config
 from libra.planner.calibration import Calibration
-from libra.planner.cost_models import CostModels, cost_models
+from libra.planner.cost_models import CostModels, cost_models, described
 from libra.planner.demand import Demand
 from libra.planner.layout import best_layout
 from libra.planner.placement import place
@@ -21,6 +21,7 @@ from libra.planner.rollout_search import instance_costs
 from libra.planner.search import plan, train_work
 from libra.planner.train_layout import TrainLayout
 from libra.planner.train_search import TrainSearch
+from libra.simulate.fleet import LengthBound
 from libra.simulate.run import Scenario
 
 _OFFLOAD_BYTES_PER_S = 25e9
@@ -31,19 +32,43 @@ _WAKE_BYTES_PER_S = 6.0e9
 """Measured: vLLM 0.22 /sleep?level=1 in 2.07 s and /wake_up in 0.59 s for 3.5 GB of weights."""
 
 
-def planned(config: RunConfig, demand: Demand, *, name: str = "planned, mixed TP") -> Scenario:
-    """The planner's own choice."""
-    return of_report(name, config, plan(_grp(config), demand=demand))
+def configured(config: RunConfig, demand: Demand) -> Scenario:
+    """What the configuration asks for: the planner's choice, or the pinned split."""
+    described(config)
+    strategy = config.global_resource_planner.initial_allocation_strategy
+    name = "planned" if strategy == "grp" else "configured"
+    return of_report(name, config, plan(config, demand=demand))
 
 
-def planned_one_tp(config: RunConfig, demand: Demand) -> Scenario:
-    """The planner's choice when all instances have the same TP degree: the best of them."""
-    reports = [
-        plan(_grp(config, allowed_rollout_tp=[tp]), demand=demand)
-        for tp in _degrees(config, demand)
-    ]
-    best = min(reports, key=_step_s)
-    return of_report("planned, one TP", config, best)
+def planned(config: RunConfig, demand: Demand) -> Scenario:
+    """The planner's own choice for the real router."""
+    return of_report("planned", config, plan(_grp(config), demand=demand))
+
+
+def mixed(config: RunConfig, demand: Demand, *, lengths_known: bool) -> Scenario:
+    """Instances of several TP degrees, as they would be best if lengths were known in advance.
+
+    Without `lengths_known` the real router, which does not know them, has to work with that mix.
+    """
+    report = plan(_grp(config), demand=demand, lengths_known=True)
+    scenario = of_report(
+        f"mixed TP, lengths {'known' if lengths_known else 'unknown'}", config, report
+    )
+    bounds = _length_bounds(report, demand) if lengths_known else ()
+    return replace(scenario, length_bounds=bounds)
+
+
+def _length_bounds(report: PlanReport, demand: Demand) -> tuple[LengthBound, ...]:
+    """Where the plan cuts the sorted requests between degrees."""
+    if report.choice.estimate is None:
+        raise InvariantError("a plan for known lengths has no estimate")
+    lengths = sorted(demand.response_tokens, reverse=True)
+    bounds: list[LengthBound] = []
+    end = 0
+    for block in report.choice.estimate.rollout.blocks:
+        end += block.num_requests
+        bounds.append(LengthBound(shortest_tokens=lengths[end - 1], tp=block.tp))
+    return tuple(bounds)
 
 
 def static_split(config: RunConfig, demand: Demand, *, train_gpus: int, tp: int) -> Scenario:
@@ -65,7 +90,7 @@ def static_splits(config: RunConfig, demand: Demand) -> list[Scenario]:
     granularity = config.global_resource_planner.allocation_granularity_gpus
     found = []
     for train_gpus in range(granularity, _num_gpus(config), granularity):
-        for tp in _degrees(config, demand):
+        for tp in _degrees(config):
             try:
                 found.append(static_split(config, demand, train_gpus=train_gpus, tp=tp))
             except InfeasiblePlanError:
@@ -144,17 +169,14 @@ def _switch_s(models: CostModels, train: TrainLayout, tp: int) -> float:
     )
 
 
-def _degrees(config: RunConfig, demand: Demand) -> list[int]:
-    del demand
+def _degrees(config: RunConfig) -> list[int]:
     models = cost_models(config, _calibration(config))
     most = _num_gpus(config) - config.global_resource_planner.min_train_gpus
     return [cost.tp for cost in instance_costs(config, models, PruneLog(), most_gpus=most)]
 
 
 def _grp(config: RunConfig, **options: object) -> RunConfig:
-    planner = replace(
-        config.global_resource_planner, initial_allocation_strategy="grp", **options
-    )
+    planner = replace(config.global_resource_planner, initial_allocation_strategy="grp", **options)
     return replace(config, global_resource_planner=planner)
 
 
@@ -167,7 +189,3 @@ def _calibration(config: RunConfig) -> Calibration:
 
 def _num_gpus(config: RunConfig) -> int:
     return config.training.train_gpus + config.rollout.rollout_gpus
-
-
-def _step_s(report: PlanReport) -> float:
-    return report.choice.estimate.step_s if report.choice.estimate else float("inf")
