@@ -9,6 +9,7 @@ from libra.config.arithmetic import (
     nearest_divisors,
     nearest_multiples,
     padded,
+    planner_decides,
     rollout_buckets,
 )
 from libra.config.model_arch import ModelArchConfig
@@ -22,7 +23,7 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def whole_replicas(config: RunConfig) -> Iterator[Problem]:
     """Check that TP x PP x CP divides the training ranks."""
     training, size = config.training, model_parallel_size(config)
-    if data_parallel_size(config) is None:
+    if training.train_gpus % size and not planner_decides(config):
         yield Problem(
             path="train_gpus",
             what=f"{training.train_gpus} do not divide into replicas of {size} (train_tp_size "

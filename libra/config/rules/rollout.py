@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from math import inf
 
-from libra.config.arithmetic import num_rollout_instances, rollout_buckets
+from libra.config.arithmetic import num_rollout_instances, planner_decides, rollout_buckets
 from libra.config.problems import Problem
 from libra.config.run import RunConfig
 
@@ -117,7 +117,7 @@ def buckets_use_every_gpu(config: RunConfig) -> Iterator[Problem]:
     strategy = "global_resource_planner.initial_allocation_strategy"
     if not instances:
         return
-    if config.global_resource_planner.initial_allocation_strategy == "grp":
+    if planner_decides(config):
         yield Problem(
             path=path,
             what="pins the split that the planner is asked to choose",
