@@ -1,57 +1,37 @@
-"""The instances: which are candidates, in what order, and when time alone changes that."""
+"""The instances by name: how they come, change, restart and go. Identity is (id, incarnation).
 
-import heapq
-from collections import Counter, deque
+Counters, bias, breaker and version belong to an incarnation and end with it. Late news of an
+earlier incarnation is ignored.
+"""
+
 from collections.abc import Mapping
-from math import inf
 from typing import TYPE_CHECKING
 
-from libra.errors import InvariantError
-from libra.ids import InstanceId, PolicyVersion
-from libra.scheduling.capacity import KvCapacities
-from libra.scheduling.filters import first_block
-from libra.scheduling.notice import (
-    BreakerClosed,
-    BreakerOpened,
-    FeedbackLost,
-    FeedbackRestored,
-    Notice,
-)
-from libra.scheduling.order import VersionedOrder
-from libra.scheduling.request import FILTERS, Filter, WaitReason
+from libra.ids import Incarnation, InstanceId, PolicyVersion
+from libra.scheduling.load import NO_REMOTE_LOAD, LoadSnapshot, OwnLoad, RemoteLoad, observed_load
+from libra.scheduling.notice import RestartSeen
 from libra.scheduling.slot import InstanceSpec, Slot, slot_for
-from libra.scheduling.slow_start import cold_fraction, next_step_at
 
 if TYPE_CHECKING:
     from libra.config.rollout import SchedulingConfig
+    from libra.scheduling.affinity import PrefixAffinity
+    from libra.scheduling.standing import Standing
 
-MAX_NOTICES = 1024
+RESTART_TOLERANCE_S = 1.0
+"""Start times of one process may differ by rounding in the exposition format."""
 
 
 class Fleet:
-    """Slots by instance id, their place in the order, and the timers that re-examine them."""
+    """Slots by instance id. Every change leaves `Standing` and the prefix caches up to date."""
 
-    def __init__(self, config: "SchedulingConfig", kv_capacity_by_tp: Mapping[int, int]) -> None:
+    def __init__(
+        self, config: "SchedulingConfig", standing: "Standing", affinity: "PrefixAffinity | None"
+    ) -> None:
         self._config = config
-        self._capacities = KvCapacities(config, kv_capacity_by_tp)
-        self._needs_kv_capacity = config.load_metric == "kv_tokens"
+        self._standing = standing
+        self._affinity = affinity
         self._slot_of: dict[InstanceId, Slot] = {}
-        self._timers: list[tuple[float, int, int, Slot]] = []
-        self._num_blocked: Counter[Filter | None] = Counter()
         self._last_index = 0
-        self._mean_load_at = (-inf, 0.0)
-        self._floor = PolicyVersion(0)
-        self.order = VersionedOrder(is_by_turn=config.load_balance_strategy == "round_robin")
-        self.notices: deque[Notice] = deque(maxlen=MAX_NOTICES)
-        self.next_due = inf
-        """When `advance` has something to do."""
-
-    def __len__(self) -> int:
-        return len(self._slot_of)
-
-    @property
-    def floor(self) -> PolicyVersion:
-        return self._floor
 
     def slots(self) -> tuple[Slot, ...]:
         return tuple(self._slot_of.values())
@@ -59,139 +39,137 @@ class Fleet:
     def get(self, instance_id: InstanceId) -> Slot | None:
         return self._slot_of.get(instance_id)
 
-    def add(self, spec: InstanceSpec, prefix_key: int | None, now: float) -> Slot:
+    def observe(self, spec: InstanceSpec, *, keep_prefixes: bool, now: float) -> None:
+        """Add `spec`, or replace its earlier incarnation; the same incarnation is no news."""
+        slot = self._slot_of.get(spec.instance_id)
+        if slot is None:
+            self._add(spec, None, now)
+        elif slot.announced_incarnation != spec.incarnation:
+            self._replace(slot, spec, keep_prefixes=keep_prefixes, now=now)
+
+    def remove(self, instance_id: InstanceId) -> None:
+        slot = self._slot_of.pop(instance_id, None)
+        if slot is not None:
+            self._standing.retire(slot)
+            self._forget_prefixes(slot)
+
+    def set_ready(self, instance_id: InstanceId, is_ready: bool, now: float) -> None:
+        slot = self._slot_of.get(instance_id)
+        if slot is not None:
+            slot.is_ready = is_ready
+            self._standing.refresh(slot, now)
+
+    def set_version(
+        self, instance_id: InstanceId, version: PolicyVersion | None, now: float
+    ) -> None:
+        slot = self._slot_of.get(instance_id)
+        if slot is not None:
+            slot.learn_version(version)
+            self._standing.refresh(slot, now)
+
+    def set_draining(self, instance_id: InstanceId, is_draining: bool, now: float) -> None:
+        slot = self._slot_of.get(instance_id)
+        if slot is not None:
+            slot.is_draining = is_draining
+            self._standing.refresh(slot, now)
+
+    def set_measured_kv_tokens(self, instance_id: InstanceId, num_tokens: int, now: float) -> None:
+        slot = self._slot_of.get(instance_id)
+        if slot is not None and num_tokens > 0:
+            slot.measured_kv_tokens = num_tokens
+            self._standing.refresh(slot, now)
+
+    def on_snapshot(
+        self,
+        instance_id: InstanceId,
+        snapshot: LoadSnapshot,
+        *,
+        tokens_per_request: float,
+        now: float,
+    ) -> None:
+        """Take in one scrape; `tokens_per_request` prices what waits inside the server."""
+        slot = self._slot_of.get(instance_id)
+        if slot is None or slot.announced_incarnation != snapshot.incarnation:
+            return
+        if _is_other_process(slot, snapshot):
+            slot = self._replace_unannounced(slot, now)
+        if snapshot.process_started_at_s is not None:
+            slot.process_started_at_s = snapshot.process_started_at_s
+        if snapshot.kv_capacity_tokens:
+            slot.measured_kv_tokens = snapshot.kv_capacity_tokens
+            self._standing.refresh(slot, now)
+        if self._config.enable_metrics_feedback and slot.feedback.is_new(snapshot):
+            observed = observed_load(
+                self._config.load_metric,
+                snapshot,
+                kv_capacity_tokens=slot.kv_capacity_tokens,
+                tokens_per_request=tokens_per_request,
+            )
+            local = self._standing.local_load(slot)
+            slot.feedback.on_snapshot(snapshot, local=local, observed=observed, now=now)
+        self._standing.refresh(slot, now)
+
+    def set_remote_load(
+        self, loads: Mapping[tuple[InstanceId, Incarnation], RemoteLoad], now: float
+    ) -> None:
+        """Replace what the other schedulers have in flight; what is absent is 0."""
+        for slot in self.slots():
+            remote = loads.get((slot.instance_id, slot.incarnation), NO_REMOTE_LOAD)
+            if remote != slot.remote:
+                slot.remote = remote
+                self._standing.refresh(slot, now)
+
+    def own_load(self) -> tuple[OwnLoad, ...]:
+        return tuple(
+            OwnLoad(s.instance_id, s.incarnation, s.num_requests, s.num_tokens)
+            for s in self._slot_of.values()
+            if s.num_requests
+        )
+
+    def _add(self, spec: InstanceSpec, prefix_key: int | None, now: float) -> Slot:
         """Make a slot for `spec`; `prefix_key` continues the prefix cache of an earlier one."""
-        if spec.instance_id in self._slot_of:
-            raise InvariantError(f"{spec.instance_id} is already in the fleet")
         self._last_index = index = self._last_index + 1
         key = index if prefix_key is None else prefix_key
         slot = slot_for(spec, index=index, prefix_key=key, config=self._config)
         self._slot_of[spec.instance_id] = slot
-        self._num_blocked[slot.blocked_by] += 1
-        self.refresh(slot, now)
+        if self._affinity is not None:
+            self._affinity.attach(slot)
+        self._standing.enter(slot, now)
         return slot
 
-    def retire(self, slot: Slot) -> None:
-        """Take `slot` out; what is in flight on it can still be given back."""
-        self._place(slot, "not_ready")
-        self._num_blocked["not_ready"] -= 1
-        slot.is_retired = True
-        del self._slot_of[slot.instance_id]
+    def _replace(self, slot: Slot, spec: InstanceSpec, *, keep_prefixes: bool, now: float) -> Slot:
+        self._standing.retire(slot)
+        if not keep_prefixes:
+            self._forget_prefixes(slot)
+        new = self._add(spec, slot.prefix_key if keep_prefixes else None, now)
+        new.feedback.on_process_started()
+        return new
 
-    def set_floor(self, version: PolicyVersion, now: float) -> None:
-        """Instances below `version` are no candidates from now on."""
-        self._floor = version
-        for slot in self.slots():
-            self.refresh(slot, now)
+    def _replace_unannounced(self, slot: Slot, now: float) -> Slot:
+        """Void counters, bias, prompts and version: the process changed under us.
 
-    def refresh(self, slot: Slot, now: float) -> None:
-        """Work out everything about `slot` that routing depends on; O(log n)."""
-        if slot.is_retired:
-            return
-        slot.kv_capacity_tokens = self._capacities.of(slot)
-        self.notices.extend(self._capacities.notices(slot))
-        self._note_feedback(slot, now)
-        slot.is_least_preferred = slot.feedback.is_penalized(now)
-        block = first_block(
-            slot, floor=self._floor, needs_kv_capacity=self._needs_kv_capacity, now=now
+        The new slot is not routable until somebody has confirmed its version.
+        """
+        self._standing.notices.append(RestartSeen(slot.instance_id, slot.incarnation))
+        spec = InstanceSpec(
+            instance_id=slot.instance_id,
+            incarnation=slot.announced_incarnation,
+            tp=slot.tp,
+            is_ready=slot.is_ready,
         )
-        if block is None and slot.routable_since is None:
-            slot.routable_since = now
-        self._set_load_terms(slot, now)
-        self._place(slot, block)
-        self._arm(slot, now)
+        new = self._replace(slot, spec, keep_prefixes=False, now=now)
+        new.incarnation = Incarnation(f"{slot.incarnation}'")
+        new.is_draining = slot.is_draining
+        return new
 
-    def on_load_fell(self, slot: Slot, now: float) -> None:
-        """Re-file `slot` on the hot path: only its in-flight count went down."""
-        if slot.blocked_by is None:
-            self.order.file(slot, slot.policy_version)
-        elif slot.blocked_by == "queue_cap":
-            self.refresh(slot, now)
+    def _forget_prefixes(self, slot: Slot) -> None:
+        if self._affinity is not None:
+            self._affinity.detach(slot.prefix_key)
 
-    def on_picked(self, slot: Slot, now: float) -> None:
-        """Re-file a candidate on the hot path: it was picked and its in-flight count went up."""
-        self.order.take_turn(slot, slot.policy_version)
-        if slot.is_at_cap():
-            self.refresh(slot, now)
 
-    def advance(self, now: float) -> None:
-        """Re-examine the slots whose time has come."""
-        timers = self._timers
-        while timers and timers[0][0] <= now:
-            due, _, _, slot = heapq.heappop(timers)
-            if slot.timer_at == due:
-                slot.timer_at = None
-                self.refresh(slot, now)
-        self.next_due = timers[0][0] if timers else inf
-
-    def local_load(self, slot: Slot) -> float:
-        """Own and remote load of `slot` in units of the metric, without corrections."""
-        return (slot.units() + slot.remote_units()) * self._unit_scale(slot)
-
-    def wait_reason(self) -> WaitReason:
-        """Name the filter that removed the last candidates that were left."""
-        if not self._slot_of:
-            return "no_instances"
-        if self._num_blocked[None]:
-            return "stale_version"  # there are candidates, but the request wants a newer version
-        return next(f for f in reversed(FILTERS) if self._num_blocked[f])
-
-    def _unit_scale(self, slot: Slot) -> float:
-        if not self._needs_kv_capacity:
-            return 1.0
-        return 1.0 / (slot.kv_capacity_tokens or 1)
-
-    def _set_load_terms(self, slot: Slot, now: float) -> None:
-        scale = self._unit_scale(slot)
-        cold = cold_fraction(slot.routable_since, now)
-        extra = slot.feedback.bias(now) + (cold * self._mean_load(now) if cold else 0.0)
-        slot.load_scale = scale / slot.weight
-        slot.load_offset = (slot.remote_units() * scale + extra) / slot.weight
-
-    def _mean_load(self, now: float) -> float:
-        """Mean local load over the fleet; one pass per instant, off the hot path."""
-        at, mean = self._mean_load_at
-        if at != now:
-            mean = sum(self.local_load(s) for s in self._slot_of.values()) / len(self._slot_of)
-            self._mean_load_at = (now, mean)
-        return mean
-
-    def _place(self, slot: Slot, block: "Filter | None") -> None:
-        """Record `block` and keep `slot` in the order exactly when it is a candidate."""
-        self._num_blocked[slot.blocked_by] -= 1
-        self._num_blocked[block] += 1
-        slot.blocked_by = block
-        wanted = slot.policy_version if block is None else None
-        filed = slot.filed_version
-        slot.filed_version = wanted
-        if filed is not None and filed == wanted:
-            self.order.file(slot, filed)
-            return
-        if filed is not None:
-            self.order.leave(slot, filed)
-        if wanted is not None:
-            self.order.enter(slot, wanted)
-
-    def _note_feedback(self, slot: Slot, now: float) -> None:
-        has_feedback = slot.feedback.is_fresh(now)
-        if has_feedback != slot.has_feedback:
-            kind = FeedbackRestored if has_feedback else FeedbackLost
-            self.notices.append(kind(slot.instance_id))
-            slot.has_feedback = has_feedback
-
-    def note_breaker(self, slot: Slot, *, was_open: bool, now: float) -> None:
-        is_open = slot.breaker.state(now) != "closed"
-        if is_open != was_open:
-            kind = BreakerOpened if is_open else BreakerClosed
-            self.notices.append(kind(slot.instance_id))
-
-    def _arm(self, slot: Slot, now: float) -> None:
-        due = min(
-            slot.feedback.next_change_at(now),
-            slot.breaker.next_change_at(now),
-            next_step_at(slot.routable_since, now),
-        )
-        if due < inf and (slot.timer_at is None or due < slot.timer_at):
-            slot.timer_at = due
-            heapq.heappush(self._timers, (due, slot.index, id(slot), slot))
-            self.next_due = min(self.next_due, due)
+def _is_other_process(slot: Slot, snapshot: LoadSnapshot) -> bool:
+    """Tell a restart from its start time, else from a counter that fell."""
+    known, seen = slot.process_started_at_s, snapshot.process_started_at_s
+    if known is not None and seen is not None:
+        return abs(seen - known) > RESTART_TOLERANCE_S
+    return slot.feedback.has_counter_fallen(snapshot)

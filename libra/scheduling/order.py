@@ -21,8 +21,7 @@ SLACK_ENTRIES = 64
 class LoadOrder:
     """The candidates at one policy version."""
 
-    def __init__(self, *, is_by_turn: bool) -> None:
-        self._is_by_turn = is_by_turn
+    def __init__(self) -> None:
         self._heap: list[Entry] = []
         self._num_slots = 0
         self.turn = 0.0
@@ -43,7 +42,7 @@ class LoadOrder:
     def file(self, slot: "Slot") -> None:
         """(Re-)insert a slot whose load or turn changed."""
         slot.stamp = stamp = slot.stamp + 1
-        load = 0.0 if self._is_by_turn else slot.load()
+        load = 0.0 if slot.is_by_turn else slot.load()
         heap = self._heap
         entry = (slot.is_least_preferred, load, slot.turn, slot.index, stamp, slot)
         # The slot that was just picked is on top: replace it in one sift.
@@ -85,8 +84,7 @@ class LoadOrder:
 class VersionedOrder:
     """One `LoadOrder` per policy version in use; a fleet holds one or two at a time."""
 
-    def __init__(self, *, is_by_turn: bool) -> None:
-        self._is_by_turn = is_by_turn
+    def __init__(self) -> None:
         self._order_of: dict[PolicyVersion, LoadOrder] = {}
         self._only: LoadOrder | None = None
         self._only_version = PolicyVersion(-1)
@@ -94,7 +92,7 @@ class VersionedOrder:
     def enter(self, slot: "Slot", version: PolicyVersion) -> None:
         order = self._order_of.get(version)
         if order is None:
-            order = self._order_of[version] = LoadOrder(is_by_turn=self._is_by_turn)
+            order = self._order_of[version] = LoadOrder()
             order.turn = max((o.turn for o in self._order_of.values()), default=0.0)
             self._note_only()
         order.enter(slot)

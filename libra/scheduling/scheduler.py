@@ -10,16 +10,23 @@ Synchronous and single-threaded. Between two calls nothing changes: call `on_tic
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from libra.errors import InvariantError
 from libra.ids import Incarnation, InstanceId, PolicyVersion
-from libra.scheduling.affinity import AffinityCounts, PrefixAffinity
+from libra.scheduling.affinity import AffinityCounts, PrefixAffinity, is_kept
 from libra.scheduling.expected_output import ExpectedOutput
+from libra.scheduling.explanation import (
+    Explanation,
+    InstanceView,
+    reason_in_words,
+    view_of,
+    views_in_order,
+)
 from libra.scheduling.fleet import Fleet
 from libra.scheduling.ledger import Ledger
-from libra.scheduling.load import NO_REMOTE_LOAD, LoadSnapshot, OwnLoad, RemoteLoad, observed_load
-from libra.scheduling.notice import Notice, RestartSeen
+from libra.scheduling.load import LoadSnapshot, OwnLoad, RemoteLoad
+from libra.scheduling.notice import Notice
 from libra.scheduling.queue import WaitingQueue
 from libra.scheduling.request import (
     Decision,
@@ -33,12 +40,10 @@ from libra.scheduling.request import (
     Wait,
 )
 from libra.scheduling.slot import InstanceSpec, Slot
+from libra.scheduling.standing import Standing
 
 if TYPE_CHECKING:
     from libra.config.rollout import SchedulingConfig
-
-RESTART_TOLERANCE_S = 1.0
-"""Start times of one process may differ by rounding in the exposition format."""
 
 
 class Scheduler:
@@ -49,13 +54,14 @@ class Scheduler:
     ) -> None:
         """`kv_capacity_by_tp`: estimated KV capacity in tokens, from `libra.models.kv_capacity`."""
         self._config = config
-        self._fleet = Fleet(config, kv_capacity_by_tp or {})
-        self._ledger = Ledger()
-        self._expected = ExpectedOutput()
-        self._queue = WaitingQueue(config.queue_capacity)
         self._affinity = (
             PrefixAffinity(config.prefix_affinity_max_entries) if config.prefix_affinity else None
         )
+        self._standing = Standing(config, kv_capacity_by_tp or {})
+        self._fleet = Fleet(config, self._standing, self._affinity)
+        self._ledger = Ledger()
+        self._expected = ExpectedOutput()
+        self._queue = WaitingQueue(config.queue_capacity)
         self._is_admitting = True
 
     # Requests
@@ -66,20 +72,24 @@ class Scheduler:
         A `Wait` holds a ticket whose `outcome` is set later, by any call that frees capacity; the
         caller gives up with `abandon`.
         """
-        if now >= self._fleet.next_due or self._queue.next_deadline <= now:
+        if now >= self._standing.next_due or self._queue.next_deadline <= now:
             self.on_tick(now)
         if not self._is_admitting:
             return Refused("draining", None)
         return self._place(request, now) or self._enqueue(request, now)
 
-    def complete(self, reservation: Reservation, num_output_tokens: int, now: float) -> bool:
-        """End with a whole answer. False, and no effect, when it was given back before."""
+    def complete(self, reservation: Reservation, num_output_tokens: int | None, now: float) -> bool:
+        """The whole answer arrived. False, and no effect, when it was given back before.
+
+        None: nobody counted its tokens, so nothing is learned about lengths.
+        """
         slot = self._ledger.release(reservation)
         if slot is None:
             return False
-        self._expected.on_completed(reservation.category, num_output_tokens)
+        if num_output_tokens is not None:
+            self._expected.on_completed(reservation.category, num_output_tokens)
         if slot.breaker.is_calm:
-            self._fleet.on_load_fell(slot, now)
+            self._standing.on_load_fell(slot, now)
         else:
             self._on_answered(slot, now)
         if self._queue:
@@ -98,15 +108,9 @@ class Scheduler:
         slot = self._ledger.release(reservation)
         if slot is None:
             return False
-        if kind == "client_error":
-            self._on_answered(slot, now)
-        elif kind == "saturated":
-            slot.breaker.on_saturated(retry_after_s, now)
-        else:
-            was_open = slot.breaker.state(now) != "closed"
-            slot.breaker.on_fault(reservation.serial, now)
-            self._fleet.note_breaker(slot, was_open=was_open, now=now)
-        self._refreshed(slot, now)
+        if not slot.is_retired:
+            self._blame(slot, reservation, kind, retry_after_s, now)
+            self._refreshed(slot, now)
         return True
 
     def cancel(self, reservation: Reservation, now: float) -> bool:
@@ -139,11 +143,11 @@ class Scheduler:
 
     def next_due_at(self) -> float:
         """When `on_tick` should be called next; inf when time alone changes nothing."""
-        return min(self._fleet.next_due, self._queue.next_deadline)
+        return min(self._standing.next_due, self._queue.next_deadline)
 
     def on_tick(self, now: float) -> None:
         """Let time-bound states and waiting deadlines end."""
-        self._fleet.advance(now)
+        self._standing.advance(now)
         if self._queue:
             self._dispatch(now)
         while (ticket := self._queue.pop_expired(now)) is not None:
@@ -152,58 +156,66 @@ class Scheduler:
     # Instances
 
     def observe_instance(self, spec: InstanceSpec, now: float) -> None:
-        """Take in what discovery sees: a known incarnation is no news, a new one is a restart."""
-        slot = self._fleet.get(spec.instance_id)
-        if slot is not None and slot.announced_incarnation == spec.incarnation:
-            return
-        if slot is not None:
-            self._replace(slot, spec, keep_prefixes=False, now=now)
-            return
-        self._attach(self._fleet.add(spec, None, now))
+        """What discovery sees. A known incarnation is no news, a new one an unplanned restart."""
+        self._fleet.observe(spec, keep_prefixes=False, now=now)
         self._dispatch(now)
 
     def restart_instance(self, spec: InstanceSpec, now: float, *, is_planned: bool) -> None:
-        """Let a new process answer under a known id; a planned one (a reload) keeps its prompts."""
-        slot = self._fleet.get(spec.instance_id)
-        if slot is None:
-            self.observe_instance(spec, now)
-        elif slot.announced_incarnation != spec.incarnation:
-            self._replace(slot, spec, keep_prefixes=is_planned, now=now)
+        """A new process answers under a known id; a planned one (a reload) keeps its prompts."""
+        self._fleet.observe(spec, keep_prefixes=is_planned, now=now)
+        self._dispatch(now)
 
     def set_ready(self, instance_id: InstanceId, is_ready: bool, now: float) -> None:
         """Health as the supervisor judges it. Unknown instances are ignored: they are gone."""
-        slot = self._fleet.get(instance_id)
-        if slot is not None:
-            slot.is_ready = is_ready
-            self._refreshed(slot, now)
+        self._fleet.set_ready(instance_id, is_ready, now)
+        self._dispatch(now)
 
     def set_version(
         self, instance_id: InstanceId, version: PolicyVersion | None, now: float
     ) -> None:
-        """Learn the version the instance answers with; None: unknown, so not routable."""
-        slot = self._fleet.get(instance_id)
-        if slot is not None:
-            slot.learn_version(version)
-            self._refreshed(slot, now)
+        """The policy version the instance answers with; None: unknown, so not routable."""
+        self._fleet.set_version(instance_id, version, now)
+        self._dispatch(now)
 
     def set_version_floor(self, version: PolicyVersion, now: float) -> None:
         """Instances below `version` are stale from now on: no candidates for anyone."""
-        self._fleet.set_floor(version, now)
+        self._standing.set_floor(version, now)
         self._dispatch(now)
 
     def drain_instance(self, instance_id: InstanceId, is_draining: bool, now: float) -> None:
         """No new requests while draining; watch `num_in_flight` for the end."""
-        slot = self._fleet.get(instance_id)
-        if slot is not None:
-            slot.is_draining = is_draining
-            self._refreshed(slot, now)
+        self._fleet.set_draining(instance_id, is_draining, now)
+        self._dispatch(now)
 
     def remove_instance(self, instance_id: InstanceId) -> None:
         """Forget the instance; open reservations on it can still be given back, without effect."""
-        slot = self._fleet.get(instance_id)
-        if slot is not None:
-            self._fleet.retire(slot)
-            self._detach(slot)
+        self._fleet.remove(instance_id)
+
+    # Load from outside
+
+    def on_snapshot(self, instance_id: InstanceId, snapshot: LoadSnapshot, now: float) -> None:
+        """One scrape. Late ones of an earlier incarnation, and repeated ones, are ignored."""
+        mean = self._expected.mean_request_tokens
+        self._fleet.on_snapshot(instance_id, snapshot, tokens_per_request=mean, now=now)
+        self._dispatch(now)
+
+    def on_kv_capacity_measured(self, instance_id: InstanceId, num_tokens: int, now: float) -> None:
+        """What the server profiled at start-up."""
+        self._fleet.set_measured_kv_tokens(instance_id, num_tokens, now)
+        self._dispatch(now)
+
+    def on_remote_load(
+        self, loads: Mapping[tuple[InstanceId, Incarnation], RemoteLoad], now: float
+    ) -> None:
+        """The summed in-flight load of the other schedulers; what is absent is 0."""
+        self._fleet.set_remote_load(loads, now)
+        self._dispatch(now)
+
+    def own_load(self) -> tuple[OwnLoad, ...]:
+        """What this scheduler has in flight, exactly, for the others."""
+        return self._fleet.own_load()
+
+    # Views
 
     def num_in_flight(self, instance_id: InstanceId | None = None) -> int:
         """Open reservations on the current incarnation of an instance; on everything for None."""
@@ -211,51 +223,6 @@ class Scheduler:
             return len(self._ledger)
         slot = self._fleet.get(instance_id)
         return 0 if slot is None else slot.num_requests
-
-    # Load from outside
-
-    def on_snapshot(self, instance_id: InstanceId, snapshot: LoadSnapshot, now: float) -> None:
-        """One scrape. Late ones of an earlier incarnation, and repeated ones, are ignored."""
-        slot = self._fleet.get(instance_id)
-        if slot is None or slot.announced_incarnation != snapshot.incarnation:
-            return
-        if _is_other_process(slot, snapshot):
-            slot = self._replace_unannounced(slot, now)
-        if snapshot.process_started_at_s is not None:
-            slot.process_started_at_s = snapshot.process_started_at_s
-        if snapshot.kv_capacity_tokens:
-            slot.measured_kv_tokens = snapshot.kv_capacity_tokens
-        if self._config.enable_metrics_feedback and slot.feedback.is_new(snapshot):
-            self._count_snapshot(slot, snapshot, now)
-        self._refreshed(slot, now)
-
-    def on_kv_capacity_measured(self, instance_id: InstanceId, num_tokens: int, now: float) -> None:
-        """Learn what the server profiled at start-up."""
-        slot = self._fleet.get(instance_id)
-        if slot is not None and num_tokens > 0:
-            slot.measured_kv_tokens = num_tokens
-            self._refreshed(slot, now)
-
-    def on_remote_load(
-        self, loads: Mapping[tuple[InstanceId, Incarnation], RemoteLoad], now: float
-    ) -> None:
-        """Learn the summed in-flight load of the other schedulers; what is absent is 0."""
-        for slot in self._fleet.slots():
-            remote = loads.get((slot.instance_id, slot.incarnation), NO_REMOTE_LOAD)
-            if remote != slot.remote:
-                slot.remote = remote
-                self._fleet.refresh(slot, now)
-        self._dispatch(now)
-
-    def own_load(self) -> tuple[OwnLoad, ...]:
-        """Return what this scheduler has in flight, exactly, for the others."""
-        return tuple(
-            OwnLoad(s.instance_id, s.incarnation, s.num_requests, s.num_tokens)
-            for s in self._fleet.slots()
-            if s.num_requests
-        )
-
-    # Views
 
     @property
     def num_waiting(self) -> int:
@@ -267,18 +234,51 @@ class Scheduler:
 
     @property
     def num_repeated_releases(self) -> int:
+        """Releases of what was not open. More than a few mean a bug in a caller."""
         return self._ledger.num_repeated_releases
 
+    def expected_output_tokens(self) -> dict[str, float]:
+        """The learned output length by category."""
+        return self._expected.means()
+
+    def instances(self, now: float) -> tuple[InstanceView, ...]:
+        """Every instance as routing sees it, in the order in which they came."""
+        return tuple(view_of(slot, min_version=None, now=now) for slot in self._fleet.slots())
+
+    def explain(self, request: RouteRequest, now: float) -> Explanation:
+        """Where `request` would go at `now`, and why. Changes nothing; one pass over the fleet."""
+        best = self._standing.order.first(request.min_version)
+        num_tokens = self._expected.request_tokens(request)
+        sticky = self._sticky(request)
+        is_sticky = (
+            best is not None
+            and sticky is not None
+            and is_kept(sticky, best, num_tokens, request.min_version)
+        )
+        choice = sticky if is_sticky else best
+        reason = reason_in_words(
+            best, sticky, is_kept=is_sticky, wait_reason=self._standing.wait_reason()
+        )
+        return Explanation(
+            choice=None if choice is None else choice.instance_id,
+            reason=reason,
+            load_metric=self._config.load_metric,
+            strategy=self._config.load_balance_strategy,
+            expected_tokens=num_tokens,
+            num_waiting=len(self._queue),
+            instances=views_in_order(self._fleet.slots(), min_version=request.min_version, now=now),
+        )
+
     def take_notices(self) -> tuple[Notice, ...]:
-        """Hand over what has been worth saying since the last call, oldest first."""
-        notices = tuple(self._fleet.notices)
-        self._fleet.notices.clear()
+        """What has been worth saying since the last call, oldest first."""
+        notices = tuple(self._standing.notices)
+        self._standing.notices.clear()
         return notices
 
     # Placing
 
     def _place(self, request: RouteRequest, now: float) -> Routed | None:
-        best = self._fleet.order.first(request.min_version)
+        best = self._standing.order.first(request.min_version)
         if best is None:
             return None
         num_tokens = self._expected.request_tokens(request)
@@ -289,14 +289,19 @@ class Scheduler:
             )
         reservation = self._ledger.reserve(best, request, num_tokens, now)
         self._expected.on_reserved(num_tokens)
-        self._fleet.on_picked(best, now)
+        self._standing.on_picked(best, now)
         if not best.breaker.is_calm:
             best.breaker.on_routed(reservation.serial, now)
-            self._fleet.refresh(best, now)
+            self._standing.refresh(best, now)
         return Routed(best.instance_id, reservation)
 
+    def _sticky(self, request: RouteRequest) -> Slot | None:
+        if self._affinity is None or request.prompt_id is None:
+            return None
+        return self._affinity.peek(request.prompt_id)
+
     def _enqueue(self, request: RouteRequest, now: float) -> Wait | Refused:
-        reason = self._fleet.wait_reason()
+        reason = self._standing.wait_reason()
         if self._queue.is_full:
             return Refused("queue_full", reason)
         deadline_at = request.deadline_at
@@ -309,7 +314,7 @@ class Scheduler:
     def _dispatch(self, now: float) -> None:
         """Place waiting requests, oldest first, while somebody can take them."""
         while self._queue:
-            newest = self._fleet.order.newest_version()
+            newest = self._standing.order.newest_version()
             ticket = None if newest is None else self._queue.oldest_for(newest)
             if ticket is None:
                 return
@@ -320,73 +325,44 @@ class Scheduler:
             _settle(ticket, routed)
 
     def _refuse(self, ticket: Ticket, reason: RefusalReason) -> None:
-        _settle(ticket, Refused(reason, self._fleet.wait_reason()))
+        _settle(ticket, Refused(reason, self._standing.wait_reason()))
 
     # Changes of one slot
 
     def _refreshed(self, slot: Slot, now: float) -> None:
-        self._fleet.refresh(slot, now)
+        self._standing.refresh(slot, now)
         if self._queue:
             self._dispatch(now)
+
+    def _blame(
+        self,
+        slot: Slot,
+        reservation: Reservation,
+        kind: FailureKind,
+        retry_after_s: float | None,
+        now: float,
+    ) -> None:
+        breaker = slot.breaker
+        was_open = breaker.state(now) != "closed"
+        match kind:
+            case "client_error":
+                breaker.on_answered()
+            case "saturated":
+                breaker.on_saturated(retry_after_s, now)
+            case "fault":
+                breaker.on_fault(reservation.serial, now)
+            case _:
+                assert_never(kind)
+        self._standing.note_breaker(slot, was_open=was_open, now=now)
 
     def _on_answered(self, slot: Slot, now: float) -> None:
         was_open = slot.breaker.state(now) != "closed"
         slot.breaker.on_answered()
-        self._fleet.note_breaker(slot, was_open=was_open, now=now)
-        self._fleet.refresh(slot, now)
-
-    def _count_snapshot(self, slot: Slot, snapshot: LoadSnapshot, now: float) -> None:
-        observed = observed_load(
-            self._config.load_metric,
-            snapshot,
-            kv_capacity_tokens=slot.kv_capacity_tokens,
-            tokens_per_request=self._expected.mean_request_tokens,
-        )
-        local = self._fleet.local_load(slot)
-        slot.feedback.on_snapshot(snapshot, local=local, observed=observed, now=now)
-
-    def _replace_unannounced(self, slot: Slot, now: float) -> Slot:
-        """Void counters, bias, prompts and version: the process changed under us."""
-        self._fleet.notices.append(RestartSeen(slot.instance_id, slot.incarnation))
-        spec = InstanceSpec(
-            instance_id=slot.instance_id,
-            incarnation=slot.announced_incarnation,
-            tp=slot.tp,
-            is_ready=slot.is_ready,
-        )
-        new = self._replace(slot, spec, keep_prefixes=False, now=now)
-        new.incarnation = Incarnation(f"{slot.incarnation}'")
-        new.is_draining = slot.is_draining
-        self._fleet.refresh(new, now)
-        return new
-
-    def _replace(self, slot: Slot, spec: InstanceSpec, *, keep_prefixes: bool, now: float) -> Slot:
-        self._fleet.retire(slot)
-        if not keep_prefixes:
-            self._detach(slot)
-        new = self._fleet.add(spec, slot.prefix_key if keep_prefixes else None, now)
-        new.feedback.on_process_started()
-        self._attach(new)
-        self._dispatch(now)
-        return new
-
-    def _attach(self, slot: Slot) -> None:
-        if self._affinity is not None:
-            self._affinity.attach(slot)
-
-    def _detach(self, slot: Slot) -> None:
-        if self._affinity is not None:
-            self._affinity.detach(slot.prefix_key)
+        self._standing.note_breaker(slot, was_open=was_open, now=now)
+        self._standing.refresh(slot, now)
 
 
 def _settle(ticket: Ticket, outcome: Routed | Refused) -> None:
     ticket.outcome = outcome
     if ticket.wake is not None:
         ticket.wake()
-
-
-def _is_other_process(slot: Slot, snapshot: LoadSnapshot) -> bool:
-    known, seen = slot.process_started_at_s, snapshot.process_started_at_s
-    if known is not None and seen is not None:
-        return abs(seen - known) > RESTART_TOLERANCE_S
-    return slot.feedback.has_counter_fallen(snapshot)

@@ -51,6 +51,9 @@ class Slot:
     """Names the prefix cache; a planned restart hands it on."""
 
     is_by_tokens: bool
+    is_by_turn: bool
+    """round_robin: only turns are compared."""
+
     max_requests: int
     weight: float
     feedback: Feedback
@@ -99,6 +102,11 @@ class Slot:
         units = self.num_tokens if self.is_by_tokens else self.num_requests
         return units * self.load_scale + self.load_offset
 
+    def rank(self) -> tuple[bool, float, float, int]:
+        """What candidates are compared by, the most preferred first."""
+        load = 0.0 if self.is_by_turn else self.load()
+        return (self.is_least_preferred, load, self.turn, self.index)
+
     def is_at_cap(self) -> bool:
         return 0 < self.max_requests <= self.num_requests
 
@@ -115,6 +123,7 @@ def slot_for(
         index=index,
         prefix_key=prefix_key,
         is_by_tokens=config.load_metric != "requests",
+        is_by_turn=config.load_balance_strategy == "round_robin",
         max_requests=config.max_in_flight_per_instance,
         weight=weight_of(spec, config),
         feedback=Feedback(config),

@@ -173,7 +173,7 @@ class Executor:
         error = await anyio.to_thread.run_sync(
             _find_export_error, Path(command.directory), command.manifest_hash
         )
-        await self._post(ExportChecked(command.version, error))
+        await self._post(ExportChecked(command.version, command.manifest_hash, error))
 
     def _retire_versions(self, pinned: frozenset[PolicyVersion]) -> None:
         published = {
