@@ -1,4 +1,7 @@
-"""Values that are right but cannot be used yet, each with the reason. The table only shrinks."""
+"""Values that are right but cannot be used: not built yet, or beyond the installed packages.
+
+NOT_YET only shrinks. What the installed stack cannot do is another matter, and said as such.
+"""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -44,11 +47,8 @@ NOT_YET: Final = (
     Gap("train_cp_size", _above(1), "context parallelism is not built"),
     Gap("train_ep_size", _above(1), "expert parallelism is not built"),
     Gap("eval_data", _is_set, "evaluation during training is not built"),
-    Gap("kl_coefficient", _above(0), "the reference policy is not built"),
     Gap("top_p", lambda value: value < 1, "the trainer does not cut its distribution alike"),
-    Gap("megatron_use_precision_aware_optimizer", _is_set, "not built"),
-    Gap("megatron_optimizer_cpu_offload", _is_set, "not built"),
-    Gap("megatron_grouped_gemm", _is_set, "not built"),
+    Gap("megatron_grouped_gemm", _is_set, "training MoE models is not built"),
     Gap("rollout_weight_sync_mode", _is("nccl"), "native weight transfer is not built"),
     Gap(f"{PLANNER}.initial_allocation_strategy", _is("grp"), "the planner is not built"),
     Gap(f"{PLANNER}.memory_budget_dry_run_enabled", _is_set, "the recompute probe is not built"),
@@ -77,7 +77,42 @@ def check_availability(config: RunConfig, environment: Environment) -> tuple[Pro
         for gap in NOT_YET
         if gap.is_needed(value_of(config, gap.path))
     ]
-    return (*problems, *_check_nodes(config, environment))
+    return (*problems, *_check_key_value_heads(config), *_check_nodes(config, environment))
+
+
+def check_stack(config: RunConfig, *, has_transformer_engine: bool) -> tuple[Problem, ...]:
+    """Find what the packages on this machine cannot do. `device: auto` is taken for CUDA."""
+    megatron, on_cpu = config.megatron, config.control.device == "cpu"
+    offloads = megatron.megatron_optimizer_cpu_offload
+    refused = {
+        "megatron_optimizer_cpu_offload": (
+            offloads and on_cpu,
+            "on CPU the optimizer state is in host memory already",
+        ),
+        "megatron_use_precision_aware_optimizer": (
+            megatron.megatron_use_precision_aware_optimizer
+            and not has_transformer_engine
+            and (on_cpu or not offloads),
+            (
+                "it needs Transformer Engine, which is not installed, or on CUDA "
+                "megatron_optimizer_cpu_offload"
+            ),
+        ),
+    }
+    return tuple(
+        Problem(path=path, what=f"the installed stack cannot: {reason}", related=("device",))
+        for path, (applies, reason) in refused.items()
+        if applies
+    )
+
+
+def _check_key_value_heads(config: RunConfig) -> tuple[Problem, ...]:
+    arch, tp = config.model_arch, config.training.train_tp_size
+    if arch is None or arch.num_key_value_heads % tp == 0 or tp % arch.num_key_value_heads:
+        return ()
+    what = f"{tp} is not available yet: replicating {arch.num_key_value_heads} key-value heads "
+    hint = f"at most {arch.num_key_value_heads}"
+    return (Problem(path="train_tp_size", what=f"{what}is not built", hint=hint),)
 
 
 def _check_nodes(config: RunConfig, environment: Environment) -> tuple[Problem, ...]:

@@ -191,6 +191,18 @@ def test_sequence_parallel_needs_a_group():
     assert only(megatron_sequence_parallel="true").related == ("train_tp_size",)
 
 
+def test_a_tensor_parallel_moe_splits_its_sequence_too():
+    options = {"train_gpus": "2", "train_tp_size": "2"}
+    assert only(MOE, **options).path == "megatron_sequence_parallel"
+    assert not broken_rules(MOE, **options, megatron_sequence_parallel="true")
+
+
+def test_a_precision_aware_optimizer_is_a_distributed_one():
+    assert only(megatron_use_precision_aware_optimizer="true").related == (
+        "megatron_use_distributed_optimizer",
+    )
+
+
 def test_a_head_that_cpu_attention_lacks_is_the_installed_stacks_limit():
     text = ARCH.replace("head_dim: 32", "head_dim: 16")
     assert "installed stack cannot" in only(text, device="cpu").what
