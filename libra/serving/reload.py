@@ -5,7 +5,7 @@ are proven loaded.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from libra.serving.engine import Engine
 from libra.serving.gate import Gate
 from libra.serving.identity import ServingIdentity
 from libra.serving.ledger import VersionLedger
-from libra.storage.weights_files import read_manifest, read_tensors, verify_weights
+from libra.storage.finite import find_non_finite
+from libra.storage.manifests import read_manifest, verify_weights
+from libra.storage.safetensors import model_tensors
 from libra.weights.compatibility import incompatibilities
 from libra.weights.manifest import TensorEntry, WeightsManifest
 from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest
@@ -72,7 +74,7 @@ class GuardedReload:
         self._monotonic = monotonic
         self._lock = anyio.Lock()
         self._manifest_hash = identity.served_manifest_hash
-        self._loaded: tuple[TensorEntry, ...] | None = None
+        self._loaded: Sequence[TensorEntry] | None = None
         # The base model may be of another dtype than what is trained; published versions not.
         self._may_cast = identity.served_manifest_hash is None
 
@@ -107,11 +109,14 @@ class GuardedReload:
     async def _check(
         self, request: ReloadRequest, directory: Path, measured: Measured
     ) -> WeightsManifest:
-        manifest, manifest_hash = await anyio.to_thread.run_sync(read_manifest, directory)
-        self._check_manifest(request, manifest, manifest_hash)
-        measured.verified.append("manifest")
-        await anyio.to_thread.run_sync(self._check_files, directory, manifest)
-        measured.verified.append("files")
+        try:
+            manifest, manifest_hash = await anyio.to_thread.run_sync(read_manifest, directory)
+            self._check_manifest(request, manifest, manifest_hash)
+            measured.verified.append("manifest")
+            await anyio.to_thread.run_sync(self._check_files, directory, manifest)
+            measured.verified.append("files")
+        except OSError as exc:
+            raise DataError(f"{directory} cannot be read: {exc}") from exc
         return manifest
 
     def _checked_directory(self, request: ReloadRequest) -> Path:
@@ -149,9 +154,9 @@ class GuardedReload:
                 )
 
     def _check_files(self, directory: Path, manifest: WeightsManifest) -> None:
-        verify_weights(directory, manifest)
+        verify_weights(directory, manifest, find_non_finite=find_non_finite)
         if self._loaded is None:
-            self._loaded = read_tensors(self._engine.base_directory)
+            self._loaded = model_tensors(self._engine.base_directory)
         problems = incompatibilities(
             self._loaded,
             manifest.tensors,
