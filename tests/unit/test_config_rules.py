@@ -75,6 +75,11 @@ def test_the_nearest_sizes_of_a_mini_batch_are_named_for_it():
     assert "(train_gpus 6 or 12)" in problem.hint
 
 
+def test_a_mini_batch_below_one_pass_names_what_divides():
+    problem = only(batch_size="8", micro_batch_size="3", train_gpus="2")
+    assert problem.hint == "nearest: batch_size 12, or micro_batch_size 2 or 4"
+
+
 def test_tensor_parallel_ranks_share_a_sample():
     assert not broken_rules(batch_size="8", train_gpus="4", train_tp_size="2", micro_batch_size="4")
     problem = only(batch_size="8", train_gpus="4", micro_batch_size="4", train_tp_size="1")

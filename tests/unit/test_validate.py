@@ -6,10 +6,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from config_files import write_run
+from config_files import load, write_run
+from libra.config.load import load_config
 from libra.config.run import RunConfig
 from libra.errors import DataError
+from libra.models.parameters import total_parameters
 from libra_supervisor.validate.dataset import summarize_dataset
+from libra_supervisor.validate.memory import estimate_memory
 from libra_supervisor.validate.ports import DatasetSummary, RoleMemory
 from libra_supervisor.validate.verb import Output, Request, schema, validate
 
@@ -168,6 +171,25 @@ def test_a_name_that_no_built_in_has_is_corrected(tmp_path: Path):
     assert out.exit_code == 2
     assert "there is no built-in reward 'exact_mach'; did you mean exact_match?" in out.stderr
     assert "use one of multi_turn, single_turn, or module:function" in out.stderr
+
+
+def test_memory_of_the_configured_layout_is_the_planners_estimate(tmp_path: Path):
+    path = write_run(tmp_path, train_dtype="float32")
+    config = load(path, "device=cpu", "max_model_len=512", "max_new_tokens=64").config
+    trainer, worker = estimate_memory(config)
+    assert config.model_arch is not None
+    weights = 4 * total_parameters(config.model_arch)
+    assert trainer.bytes_by_part["parameters"] == weights
+    assert trainer.bytes_by_part["optimizer state"] == 2 * weights
+    assert worker.role == "engine worker, TP 1"
+    assert worker.bytes_by_part["weights"] == weights
+    assert worker.bytes_by_part["KV cache"] == 64 * 2**20
+    assert (trainer.limit_bytes, worker.limit_bytes) == (None, None)
+
+
+def test_memory_is_left_out_while_the_planner_is_to_choose(tmp_path: Path):
+    text = "global_resource_planner: {initial_allocation_strategy: grp}"
+    assert not estimate_memory(load_config(write_run(tmp_path, text), purpose="plan").config)
 
 
 # The real data
