@@ -103,6 +103,26 @@ def test_a_file_that_cannot_be_read_is_reported_where_it_is_named(tmp_path: Path
     assert str(found.place).endswith("run.yaml:6")
 
 
+def test_names_too_long_and_links_in_a_circle_are_problems(tmp_path: Path):
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for name in ("x" * 5000, "circle/x.yaml", "circle"):
+        assert (
+            "cannot read"
+            in problems_of(write_run(tmp_path, f"base_config: {name}"))["base_config"].what
+        )
+        assert problems_of(write_run(tmp_path, model_path=name))["model_path"]
+
+
+def test_a_file_of_megabytes_is_no_configuration(tmp_path: Path):
+    write(tmp_path / "big.yaml", "#" * (1 << 20) + "\n")
+    assert "more than 1048576 bytes" in problems_of(tmp_path / "big.yaml")[""].what
+
+
+def test_a_senseless_variable_is_reported_with_everything_else(tmp_path: Path):
+    found = problems_of(write_run(tmp_path, "seed: x"), environ={"RL_TRAIN_PHASE_TRACE": "?"})
+    assert set(found) == {"seed", "RL_TRAIN_PHASE_TRACE"}
+
+
 def test_a_missing_configuration_is_a_config_error(tmp_path: Path):
     with pytest.raises(ConfigProblemsError, match="no such file") as caught:
         load_config(tmp_path / "nothing.yaml")

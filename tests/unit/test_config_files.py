@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 
 from config_files import config_from, problems_of, write_model, write_run
-from libra.config.availability import NOT_YET, check_availability
+from libra.config.availability import NOT_YET, check_availability, check_stack
 from libra.config.environment import Environment, SlurmEnvironment
 from libra.config.load import load_config
 from libra.config.model_files import model_arch_of
-from libra.config.surface import all_options, value_of
+from libra.config.surface import all_options
 from libra.errors import DataError
 
 
@@ -98,7 +98,7 @@ def test_every_gap_is_an_option_with_a_reason():
     for gap in NOT_YET:
         assert gap.path in all_options()
         assert gap.reason
-        assert not gap.is_needed(value_of(config_from(), gap.path))
+        assert not gap.applies_to(config_from())
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_every_gap_is_an_option_with_a_reason():
 )
 def test_what_is_not_built_is_refused_with_the_reason(tmp_path: Path, text: str, path: str):
     problem = problems_of(write_run(tmp_path, text))[path]
-    assert "is not available yet: " in problem.what
+    assert problem.what.startswith("is not available yet: ")
     assert problem.place is not None
     assert problem.place.line == 6
 
@@ -139,6 +139,30 @@ def test_more_than_one_node_is_refused_for_a_run(tmp_path: Path):
     assert "this Slurm step has 2 nodes" in found[0].what
     alone = SlurmEnvironment(job_id=1, num_job_nodes=2)
     assert not check_availability(config_from(), Environment(slurm=alone))
+
+
+def test_replicated_key_value_heads_are_not_trained_yet(tmp_path: Path):
+    found = problems_of(write_run(tmp_path), "train_gpus=4", "train_tp_size=4")
+    assert "4 is not available yet: replicating 2 key-value heads" in found["train_tp_size"].what
+
+
+def test_what_the_installed_packages_cannot_do_is_said_as_such():
+    precise = (
+        "megatron_use_precision_aware_optimizer: true\nmegatron_use_distributed_optimizer: true"
+    )
+    offload = "megatron_optimizer_cpu_offload: true"
+
+    def refused(text: str, device: str, *, engine: bool = False) -> list[str]:
+        found = check_stack(config_from(text, device=device), has_transformer_engine=engine)
+        assert all("the installed stack cannot" in problem.what for problem in found)
+        return [problem.path for problem in found]
+
+    assert refused(offload, "cpu") == ["megatron_optimizer_cpu_offload"]
+    assert refused(offload, "cuda") == []
+    assert refused(precise, "cuda") == ["megatron_use_precision_aware_optimizer"]
+    assert refused(precise, "cuda", engine=True) == []
+    assert refused(f"{precise}\n{offload}", "cuda") == []
+    assert len(refused(f"{precise}\n{offload}", "cpu")) == 2
 
 
 # config.json

@@ -75,6 +75,11 @@ def test_the_nearest_sizes_of_a_mini_batch_are_named_for_it():
     assert "(train_gpus 6 or 12)" in problem.hint
 
 
+def test_a_mini_batch_below_one_pass_names_what_divides():
+    problem = only(batch_size="8", micro_batch_size="3", train_gpus="2")
+    assert problem.hint == "nearest: batch_size 12, or micro_batch_size 2 or 4"
+
+
 def test_tensor_parallel_ranks_share_a_sample():
     assert not broken_rules(batch_size="8", train_gpus="4", train_tp_size="2", micro_batch_size="4")
     problem = only(batch_size="8", train_gpus="4", micro_batch_size="4", train_tp_size="1")
@@ -189,6 +194,18 @@ def test_every_rollout_degree_fits_the_model():
 
 def test_sequence_parallel_needs_a_group():
     assert only(megatron_sequence_parallel="true").related == ("train_tp_size",)
+
+
+def test_a_tensor_parallel_moe_splits_its_sequence_too():
+    options = {"train_gpus": "2", "train_tp_size": "2"}
+    assert only(MOE, **options).path == "megatron_sequence_parallel"
+    assert not broken_rules(MOE, **options, megatron_sequence_parallel="true")
+
+
+def test_a_precision_aware_optimizer_is_a_distributed_one():
+    assert only(megatron_use_precision_aware_optimizer="true").related == (
+        "megatron_use_distributed_optimizer",
+    )
 
 
 def test_a_head_that_cpu_attention_lacks_is_the_installed_stacks_limit():

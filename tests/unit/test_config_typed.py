@@ -172,6 +172,7 @@ def test_all_problems_of_all_kinds_come_at_once(tmp_path: Path):
         "train_backend",
         "model_path",
         "heterogeneous_rollout.scheduling.metrics_admission_enter",
+        "heterogeneous_rollout.scheduling.metrics_admission_exit",
         "save_interval",
     }
 

@@ -2,10 +2,17 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
-from config_files import write_run
+from config_files import load, write_run
+from libra.config.load import load_config
 from libra.config.run import RunConfig
 from libra.errors import DataError
+from libra.models.parameters import total_parameters
+from libra_supervisor.validate.dataset import summarize_dataset
+from libra_supervisor.validate.memory import estimate_memory
 from libra_supervisor.validate.ports import DatasetSummary, RoleMemory
 from libra_supervisor.validate.verb import Output, Request, schema, validate
 
@@ -16,7 +23,6 @@ def summary(**changes: object) -> DatasetSummary:
         "skipped_rows": 0,
         "over_long_prompts": 0,
         "longest_prompt_tokens": 12,
-        "example_prompt": "<u>2+2",
         "example_token_ids": (1, 5, 9),
         "example_tokens": ("<u>", "2", "+2"),
     }
@@ -122,16 +128,12 @@ def test_a_long_example_is_shortened_in_the_middle(tmp_path: Path):
     assert "63:'t' ... 172 more ... 236:'t'" in out.stdout
 
 
-def test_over_long_prompts_fail_unless_they_are_skipped(tmp_path: Path):
-    path = write_run(tmp_path)
-    long = summary(over_long_prompts=3, longest_prompt_tokens=5000)
-    out = run(path, summarize_dataset=lambda _config: long)
-    assert out.exit_code == 2
-    assert "3 of 250 prompts are longer than 3072 tokens" in out.stderr
-    assert f"{tmp_path}/run.yaml:2: train_data" in out.stderr
-    skipped = run(path, "on_long_prompt=skip", summarize_dataset=lambda _config: long)
-    assert skipped.exit_code == 0
-    assert "3 over-long prompts are left out" in skipped.stdout
+def test_skipped_rows_are_counted_and_warned_about(tmp_path: Path):
+    skipped = summary(over_long_prompts=3, skipped_rows=2)
+    out = run(write_run(tmp_path), summarize_dataset=lambda _config: skipped)
+    assert "250 rows, 2 skipped, 3 over-long; the longest prompt has 12 tokens" in out.stdout
+    assert "train_data: 3 over-long prompts are left out (on_long_prompt: skip)" in out.stdout
+    assert "train_data: 2 rows are left out (on_bad_row: skip)" in out.stdout
 
 
 @pytest.mark.case("T-B41")
@@ -162,3 +164,79 @@ def test_memory_is_shown_by_role(tmp_path: Path):
 
 def test_the_schema_is_printed_as_json():
     assert json.loads(schema().stdout)["type"] == "object"
+
+
+def test_a_name_that_no_built_in_has_is_corrected(tmp_path: Path):
+    out = run(write_run(tmp_path), "reward=exact_mach", "workflow=chess")
+    assert out.exit_code == 2
+    assert "there is no built-in reward 'exact_mach'; did you mean exact_match?" in out.stderr
+    assert "use one of multi_turn, single_turn, or module:function" in out.stderr
+
+
+def test_memory_of_the_configured_layout_is_the_planners_estimate(tmp_path: Path):
+    path = write_run(tmp_path, train_dtype="float32")
+    config = load(path, "device=cpu", "max_model_len=512", "max_new_tokens=64").config
+    trainer, worker = estimate_memory(config)
+    assert config.model_arch is not None
+    weights = 4 * total_parameters(config.model_arch)
+    assert trainer.bytes_by_part["parameters"] == weights
+    assert trainer.bytes_by_part["optimizer state"] == 2 * weights
+    assert worker.role == "engine worker, TP 1"
+    assert worker.bytes_by_part["weights"] == weights
+    assert worker.bytes_by_part["KV cache"] == 64 * 2**20
+    assert (trainer.limit_bytes, worker.limit_bytes) == (None, None)
+
+
+def test_memory_is_left_out_while_the_planner_is_to_choose(tmp_path: Path):
+    text = "global_resource_planner: {initial_allocation_strategy: grp}"
+    assert not estimate_memory(load_config(write_run(tmp_path, text), purpose="plan").config)
+
+
+# The real data
+
+
+def write_tokenizer(directory: Path) -> None:
+    words = {"<unk>": 0, "<s>": 1, "two": 2, "plus": 3, "three": 4}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = "<s>{{ messages[0].content }}"
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+
+
+def write_rows(path: Path, *prompts: object) -> None:
+    path.write_text("".join(json.dumps({"prompt": p, "answer": "5"}) + "\n" for p in prompts))
+
+
+def test_real_data_is_counted_and_its_first_prompt_shown_with_special_tokens(tmp_path: Path):
+    path = write_run(tmp_path)
+    write_tokenizer(tmp_path / "model")
+    write_rows(tmp_path / "d.jsonl", "two plus three", "two", "three three three three three")
+    out = run(path, summarize_dataset=summarize_dataset)
+    assert "3 rows, 0 skipped, 0 over-long; the longest prompt has 6 tokens" in out.stdout
+    assert "1:'<s>' 2:'two' 3:'plus' 4:'three'" in out.stdout
+    assert "steps per epoch = 3 rows / 2 prompts = 1.5" in out.stdout
+
+
+@pytest.mark.case("T-B39")
+def test_a_bad_row_of_real_data_is_named_by_line(tmp_path: Path):
+    path = write_run(tmp_path)
+    write_tokenizer(tmp_path / "model")
+    write_rows(tmp_path / "d.jsonl", "two", 5)
+    out = run(path, summarize_dataset=summarize_dataset)
+    assert out.exit_code == 2
+    assert "train_data: 1 rows cannot be used" in out.stderr
+    assert f"{tmp_path}/d.jsonl:2" in out.stderr
+    skipped = run(path, "on_bad_row=skip", summarize_dataset=summarize_dataset)
+    assert "1 rows, 1 skipped" in skipped.stdout
+
+
+def test_an_over_long_prompt_of_real_data_is_named_by_line(tmp_path: Path):
+    path = write_run(tmp_path)
+    write_tokenizer(tmp_path / "model")
+    write_rows(tmp_path / "d.jsonl", "two", "two plus three two")
+    out = run(path, "max_model_len=8", "max_new_tokens=4", summarize_dataset=summarize_dataset)
+    assert out.exit_code == 2
+    assert f"{tmp_path}/d.jsonl:2" in out.stderr
+    assert "5 tokens, the most is 4" in out.stderr

@@ -21,10 +21,9 @@ class DatasetSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts longer than max_model_len - max_new_tokens."""
 
     longest_prompt_tokens: int
-    example_prompt: str
-    """One prompt as the engine gets it, the chat template applied."""
-
     example_token_ids: tuple[int, ...]
+    """The first prompt as the engine gets it, the chat template applied."""
+
     example_tokens: tuple[str, ...]
     """Text of each of `example_token_ids`."""
 
@@ -44,7 +43,11 @@ class RoleMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 class SummarizeDataset(Protocol):
     def __call__(self, config: RunConfig, /) -> DatasetSummary:
-        """Read data and tokenizer. Raises DataError naming file, line and column."""
+        """Read data and tokenizer.
+
+        Raises DataError naming file, line and column of rows that are bad or over-long, unless
+        on_bad_row or on_long_prompt skip them.
+        """
         ...
 
 

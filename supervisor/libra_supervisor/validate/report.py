@@ -1,6 +1,6 @@
 """Everything `validate` has to say, as one value that both renderings share."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import floor, isinf
 from typing import Any
 
@@ -105,25 +105,6 @@ def explain(
             for path in all_options()
             if _is_there(config, path)
         },
-    )
-
-
-def over_long_prompts(
-    config: RunConfig, dataset: DatasetSummary, origins: Mapping[str, Any]
-) -> tuple[Problem, ...]:
-    """Refuse prompts without room for a response, unless they are to be skipped."""
-    if not dataset.over_long_prompts or config.data.on_long_prompt == "skip":
-        return ()
-    room = config.rollout.max_model_len - config.rollout.max_new_tokens
-    return (
-        Problem(
-            path="train_data",
-            what=f"{dataset.over_long_prompts} of {dataset.rows} prompts are longer than {room} "
-            f"tokens (max_model_len - max_new_tokens); the longest has "
-            f"{dataset.longest_prompt_tokens}",
-            hint="raise max_model_len, lower max_new_tokens, or set on_long_prompt to skip",
-            place=origins.get("train_data"),
-        ),
     )
 
 

@@ -1,18 +1,19 @@
 """`libra-supervisor validate` and `schema`, less the reading of arguments."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from libra.config.load import LoadedConfig, Purpose, load_config
-from libra.config.problems import ConfigProblemsError, Place, Problem
+from libra.config.problems import ConfigProblemsError, Problem
 from libra.config.schema import json_schema
 from libra.errors import DataError
+from libra_supervisor.validate.names import shipped_names
 from libra_supervisor.validate.ports import DatasetSummary, EstimateMemory, SummarizeDataset
-from libra_supervisor.validate.report import ConfigReport, explain, finding, over_long_prompts
+from libra_supervisor.validate.report import ConfigReport, explain, finding
 from libra_supervisor.validate.text import render
 
 
@@ -43,7 +44,11 @@ def validate(
     """Load and explain a configuration. `summarize_dataset` is given for `--data`."""
     try:
         loaded = load_config(
-            request.path, request.overrides, request.environ, purpose=request.purpose
+            request.path,
+            request.overrides,
+            request.environ,
+            purpose=request.purpose,
+            shipped=shipped_names(),
         )
         dataset = _summarize(loaded, summarize_dataset)
         memory = tuple(estimate_memory(loaded.config)) if estimate_memory else ()
@@ -63,16 +68,12 @@ def _summarize(
 ) -> DatasetSummary | None:
     if summarize_dataset is None:
         return None
-    place: Place | None = loaded.place_of.get("train_data")
     try:
-        dataset = summarize_dataset(loaded.config)
+        return summarize_dataset(loaded.config)
     except DataError as exc:
-        problems: Sequence[Problem] = [Problem(path="train_data", what=str(exc), place=place)]
-    else:
-        problems = over_long_prompts(loaded.config, dataset, loaded.place_of)
-        if not problems:
-            return dataset
-    raise ConfigProblemsError(problems, subject=loaded.sources[0])
+        place = loaded.place_of.get("train_data")
+        problem = Problem(path="train_data", what=str(exc), place=place)
+        raise ConfigProblemsError([problem], subject=loaded.sources[0]) from exc
 
 
 def _refused(error: ConfigProblemsError, *, as_json: bool) -> Output:
@@ -90,4 +91,4 @@ def _json(report: ConfigReport) -> str:
 
 
 def _dump(value: dict[str, Any]) -> str:
-    return json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
