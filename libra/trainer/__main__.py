@@ -62,14 +62,14 @@ def _run(
     if config.control.device == "cpu":
         # Hidden before torch looks: Megatron would use a GPU that it can see.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # noqa: TID251
-    from libra.trainer import cpu_path  # noqa: PLC0415
+    from libra.trainer import cpu_path
 
     cpu_path.enable()
-    import torch  # noqa: PLC0415
+    import torch
 
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
-    from libra.trainer.rank import run_rank  # noqa: PLC0415
-    from libra.trainer.world import leave_world  # noqa: PLC0415
+    from libra.trainer.rank import run_rank
+    from libra.trainer.world import leave_world
 
     run_rank(config, identity, link, restore=restore)
     leave_world()
