@@ -161,10 +161,10 @@ async def test_a_rank_that_hangs_is_found_by_its_silence_dumped_and_replaced(tmp
     misbehaves = {"rank": 1, "attempts": [1], "does": "hang"}
     async with site(tmp_path) as place:
         async with gang_in(
-            place, tmp_path, misbehaves=misbehaves, rank_heartbeat_timeout_s=0.5
+            place, tmp_path, misbehaves=misbehaves, rank_heartbeat_timeout_s=1.5
         ) as gang:
             await ready(place)
-            await anyio.sleep(1.0)
+            await anyio.sleep(2.0)
             assert of(place, ChildSuspected) == [], "ranks without work may be silent"
             await gang.broadcast(STEP)
             await ready(place, 2)
@@ -172,6 +172,7 @@ async def test_a_rank_that_hangs_is_found_by_its_silence_dumped_and_replaced(tmp
         (suspected,) = of(place, ChildSuspected)
         assert suspected.reason.startswith("1 of 2 ranks hang: rank 1 was last heard")
         assert suspected.reason.endswith("in forward of step 1")
+        assert of(place, GangLost)[0].reason.startswith("1 of 2 ranks hang: rank 1")
         log = (tmp_path / "logs" / "trainer.log").read_text()
         assert "misbehave_here" in log, "the stack of the hanging rank"
 
@@ -209,7 +210,7 @@ async def test_a_rank_that_does_not_read_holds_up_the_sender_only_until_it_is_en
     batch = TrainStep(1, (MiniBatch((sample, sample), 1, 1),))
     async with (
         site(tmp_path) as place,
-        gang_in(place, tmp_path, misbehaves=misbehaves, rank_heartbeat_timeout_s=0.5) as gang,
+        gang_in(place, tmp_path, misbehaves=misbehaves, rank_heartbeat_timeout_s=1.5) as gang,
     ):
         await ready(place)
         await gang.broadcast(STEP)
