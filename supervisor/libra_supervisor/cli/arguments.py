@@ -39,6 +39,14 @@ def _add_inspection(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]"
     validate = verbs.add_parser("validate", help="explain a configuration, or all its errors")
     _add_config(validate)
     validate.add_argument("--data", action="store_true", help="read the data and tokenizer too")
+    validate.add_argument(
+        "--for",
+        dest="purpose",
+        choices=("run", "plan"),
+        default="run",
+        help="plan: as plan and simulate take it, without the model, the data and what is not "
+        "built yet (default: run)",
+    )
     _add_json(validate)
     plan = verbs.add_parser("plan", help="show how the devices would be split")
     _add_config(plan)

@@ -2,12 +2,12 @@
 
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import msgspec
 
 from libra.config.load import current_environ, load_config
 from libra.config.run import RunConfig
-from libra.data.tokenizer import PromptTokenizer
 from libra.planner.plan import configured_plan
 from libra_supervisor.app.launch import plan_in_words
 from libra_supervisor.app.prompts import open_prompts
@@ -17,6 +17,8 @@ from libra_supervisor.doctor.devices import cpu_cores, cuda_devices, resolved_de
 from libra_supervisor.doctor.findings import GIB, Finding
 from libra_supervisor.run_directory import RunDirectory
 from libra_supervisor.validate import verb as validation
+from libra_supervisor.validate.dataset import summary_of
+from libra_supervisor.validate.memory import estimate_memory
 from libra_supervisor.validate.ports import DatasetSummary
 
 ENVIRONMENT = 5
@@ -27,10 +29,16 @@ def validate(options: Namespace) -> int:
         path=options.config,
         overrides=tuple(options.overrides),
         environ=current_environ(),
+        purpose=options.purpose,
         as_json=options.as_json,
     )
-    summarize = summarize_dataset if options.data else None
-    return _print(validation.validate(request, summarize_dataset=summarize))
+    return _print(
+        validation.validate(
+            request,
+            summarize_dataset=summarize_dataset if options.data else None,
+            estimate_memory=estimate_memory,
+        )
+    )
 
 
 def schema(_options: Namespace) -> int:
@@ -72,23 +80,8 @@ def doctor(options: Namespace) -> int:
 
 def summarize_dataset(config: RunConfig) -> DatasetSummary:
     """Read data and tokenizer; `libra_supervisor.validate.ports.SummarizeDataset`."""
-    prompts = open_prompts(config)
-    dataset, tokenizer = prompts.dataset, prompts.tokenizer
-    first = dataset.task(int(dataset.rows[0]))
-    longest = max(len(dataset.task(int(row)).prompt_token_ids) for row in dataset.rows)
-    return DatasetSummary(
-        rows=len(dataset),
-        skipped_rows=len(dataset.bad_rows),
-        over_long_prompts=len(dataset.long_rows),
-        longest_prompt_tokens=longest,
-        example_prompt=tokenizer.decode(first.prompt_token_ids),
-        example_token_ids=first.prompt_token_ids,
-        example_tokens=_token_texts(tokenizer, first.prompt_token_ids),
-    )
-
-
-def _token_texts(tokenizer: PromptTokenizer, token_ids: tuple[int, ...]) -> tuple[str, ...]:
-    return tuple(tokenizer.decode([token_id]) for token_id in token_ids)
+    directory = Path(config.model.resolved_tokenizer_path)
+    return summary_of(open_prompts(config).dataset, tokenizer_directory=directory)
 
 
 def _line(finding: Finding) -> str:

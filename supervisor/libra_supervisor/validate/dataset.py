@@ -1,39 +1,22 @@
-"""The training data as `validate --data` reads it: all of it, once, as a run would."""
+"""The training data in numbers, and one prompt as tokens."""
 
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from libra.config.run import RunConfig
-from libra.data.dataset import PromptDataset, PromptRules
-from libra.data.formats import open_source
-from libra.data.task import PromptFields
-from libra.data.tokenizer import PromptTokenizer
+from libra.data.dataset import PromptDataset
 from libra_supervisor.validate.ports import DatasetSummary
 
 
-def summarize_dataset(config: RunConfig) -> DatasetSummary:
-    """Read and tokenise every row of train_data. Raises DataError as the port says."""
-    data, rollout = config.data, config.rollout
-    directory = Path(config.model.resolved_tokenizer_path)
-    dataset = PromptDataset(
-        open_source(Path(data.train_data)),
-        PromptTokenizer(directory),
-        fields=PromptFields(
-            prompt=data.prompt_field,
-            answer=data.answer_field,
-            apply_chat_template=data.apply_chat_template,
-        ),
-        rules=PromptRules(
-            max_prompt_tokens=rollout.max_model_len - rollout.max_new_tokens,
-            on_bad_row=data.on_bad_row,
-            on_long_prompt=data.on_long_prompt,
-        ),
-    )
+def summary_of(dataset: PromptDataset, *, tokenizer_directory: Path) -> DatasetSummary:
+    """Count rows and tokens of a data set that was read, and so tokenised, before.
+
+    Tokens are shown one by one, the special ones too.
+    """
     rows = [int(row) for row in dataset.rows]
     example = dataset.task(rows[0]).prompt_token_ids
-    # Special tokens must show, so the tokenizer of the run, which hides them, is not asked.
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    # The run's own tokenizer leaves special tokens out of text.
+    tokenizer = Tokenizer.from_file(str(tokenizer_directory / "tokenizer.json"))
     return DatasetSummary(
         rows=len(rows),
         skipped_rows=len(dataset.bad_rows),
