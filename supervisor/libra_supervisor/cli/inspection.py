@@ -6,18 +6,16 @@ from argparse import Namespace
 import msgspec
 
 from libra.config.load import current_environ, load_config
-from libra.config.run import RunConfig
-from libra.data.tokenizer import PromptTokenizer
 from libra.planner.plan import configured_plan
 from libra_supervisor.app.launch import plan_in_words
-from libra_supervisor.app.prompts import open_prompts
 from libra_supervisor.doctor import probes
 from libra_supervisor.doctor.checks import check_site
 from libra_supervisor.doctor.devices import cpu_cores, cuda_devices, resolved_device
 from libra_supervisor.doctor.findings import GIB, Finding
 from libra_supervisor.run_directory import RunDirectory
 from libra_supervisor.validate import verb as validation
-from libra_supervisor.validate.ports import DatasetSummary
+from libra_supervisor.validate.dataset import summarize_dataset
+from libra_supervisor.validate.memory import estimate_memory
 
 ENVIRONMENT = 5
 
@@ -30,7 +28,9 @@ def validate(options: Namespace) -> int:
         as_json=options.as_json,
     )
     summarize = summarize_dataset if options.data else None
-    return _print(validation.validate(request, summarize_dataset=summarize))
+    return _print(
+        validation.validate(request, summarize_dataset=summarize, estimate_memory=estimate_memory)
+    )
 
 
 def schema(_options: Namespace) -> int:
@@ -68,27 +68,6 @@ def doctor(options: Namespace) -> int:
     else:
         sys.stdout.writelines(_line(finding) for finding in findings)
     return 0 if all(finding.ok for finding in findings) else ENVIRONMENT
-
-
-def summarize_dataset(config: RunConfig) -> DatasetSummary:
-    """Read data and tokenizer; `libra_supervisor.validate.ports.SummarizeDataset`."""
-    prompts = open_prompts(config)
-    dataset, tokenizer = prompts.dataset, prompts.tokenizer
-    first = dataset.task(int(dataset.rows[0]))
-    longest = max(len(dataset.task(int(row)).prompt_token_ids) for row in dataset.rows)
-    return DatasetSummary(
-        rows=len(dataset),
-        skipped_rows=len(dataset.bad_rows),
-        over_long_prompts=len(dataset.long_rows),
-        longest_prompt_tokens=longest,
-        example_prompt=tokenizer.decode(first.prompt_token_ids),
-        example_token_ids=first.prompt_token_ids,
-        example_tokens=_token_texts(tokenizer, first.prompt_token_ids),
-    )
-
-
-def _token_texts(tokenizer: PromptTokenizer, token_ids: tuple[int, ...]) -> tuple[str, ...]:
-    return tuple(tokenizer.decode([token_id]) for token_id in token_ids)
 
 
 def _line(finding: Finding) -> str:

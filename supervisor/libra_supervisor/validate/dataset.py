@@ -12,13 +12,12 @@ from libra.data.tokenizer import PromptTokenizer
 from libra_supervisor.validate.ports import DatasetSummary
 
 
-def summarize_dataset(config: RunConfig) -> DatasetSummary:
-    """Read and tokenise every row of train_data. Raises DataError as the port says."""
+def open_dataset(config: RunConfig) -> PromptDataset:
+    """Read and tokenise every row of train_data, as a run does. Raises DataError."""
     data, rollout = config.data, config.rollout
-    directory = Path(config.model.resolved_tokenizer_path)
-    dataset = PromptDataset(
+    return PromptDataset(
         open_source(Path(data.train_data)),
-        PromptTokenizer(directory),
+        PromptTokenizer(Path(config.model.resolved_tokenizer_path)),
         fields=PromptFields(
             prompt=data.prompt_field,
             answer=data.answer_field,
@@ -30,10 +29,17 @@ def summarize_dataset(config: RunConfig) -> DatasetSummary:
             on_long_prompt=data.on_long_prompt,
         ),
     )
+
+
+def summarize_dataset(config: RunConfig) -> DatasetSummary:
+    """Read and tokenise every row of train_data. Raises DataError as the port says."""
+    dataset = open_dataset(config)
     rows = [int(row) for row in dataset.rows]
     example = dataset.task(rows[0]).prompt_token_ids
     # Special tokens must show, so the tokenizer of the run, which hides them, is not asked.
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(
+        str(Path(config.model.resolved_tokenizer_path) / "tokenizer.json")
+    )
     return DatasetSummary(
         rows=len(rows),
         skipped_rows=len(dataset.bad_rows),
