@@ -20,15 +20,6 @@ NUM_STEPS = 60
 """Enough for the reward to pass half way; the whole curve is in docs/benchmarks.md."""
 
 
-@pytest.fixture(scope="module")
-def quickstart(tmp_path_factory):
-    """The quickstart's model and data, made as scripts/quickstart.sh makes them."""
-    directory = tmp_path_factory.mktemp("quickstart") / "made"
-    make = [sys.executable, str(ROOT / "scripts/make_quickstart.py"), str(directory)]
-    subprocess.run(make, check=True, timeout=300, capture_output=True)
-    return directory
-
-
 class Job:
     """One `libra-supervisor run` as a child of this test."""
 
