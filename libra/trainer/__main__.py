@@ -11,10 +11,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
+from libra.config.load import current_environ, load_resolved
 from libra.config.run import RunConfig
-from libra.errors import ConfigError, LibraError
+from libra.errors import LibraError
 from libra.ids import RunId
 from libra.trainer.identity import RankIdentity, hello
 from libra.trainer.layout import coordinates, parallel_sizes
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     rank = int(environment["RANK"])
     link = None
     try:
-        config = read_resolved(options.config)
+        config = load_resolved(options.config)
         link = Link(Path(environment["LIBRA_CONTROL"]))
         _run(config, options.restore, environment, link)
     except Exception as error:  # noqa: BLE001 - the top of the process
@@ -43,14 +42,6 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         _last_words(link, RankFailed(rank=rank, exit_code=code, message=_in_words(error)))
         return code
     return 0
-
-
-def read_resolved(path: Path) -> RunConfig:
-    """The configuration as the supervisor resolved it."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=RunConfig)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{path}: {error}") from error
 
 
 def _run(
@@ -99,7 +90,7 @@ def _last_words(link: Link | None, event: RankFailed) -> None:
 
 if __name__ == "__main__":
     # Without interpreter shutdown: a peer that died leaves NCCL and gloo threads that never end.
-    code = main(sys.argv[1:], os.environ)  # noqa: TID251 - a rank's only way to know its place
+    code = main(sys.argv[1:], current_environ())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

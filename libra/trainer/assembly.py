@@ -82,7 +82,7 @@ def _reference(
 ) -> tuple[Pipeline, str]:
     model = build_model(config, architecture, world)
     load_hf_weights(model, architecture, model_path, world)
-    model.requires_grad_(False)  # noqa: FBT003 - torch's own signature
+    model.requires_grad_(False)
     return _pipeline(model, config, architecture, world), hash_of_weights(model_path)
 
 

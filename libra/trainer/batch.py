@@ -169,7 +169,7 @@ def scattered(
     """Per-token values of all micro-batches -> one tensor [n] per sample of the shard."""
     of_sample: list[torch.Tensor] = [torch.zeros(0)] * num_samples
     for values, batch in zip(of_micro_batch, batches, strict=True):
-        parts = values.split(batch.lengths.tolist())
+        parts = torch.split(values, batch.lengths.tolist())
         # An empty shard's micro-batch has a row, but no sample.
         for index, part in zip(batch.samples, parts, strict=False):
             of_sample[index] = part

@@ -30,7 +30,7 @@ def enable() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # noqa: TID251 - read by torch, not by us
     _stand_in_for_triton()
     _stand_in_for_cuda()
-    _CudaLiteralsToCpu().__enter__()
+    _CudaLiteralsToCpu().__enter__()  # type: ignore[no-untyped-call]
 
 
 class _Constant:

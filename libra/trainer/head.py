@@ -64,7 +64,7 @@ def score_tokens(
         hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
     weight = output_layer.weight if output_weight is None else output_weight
     chosen = hidden_states.flatten(0, 1).index_select(0, context.positions)
-    scores: torch.Tensor = _TokenScores.apply(chosen, weight, context)
+    scores: torch.Tensor = _TokenScores.apply(chosen, weight, context)  # type: ignore[no-untyped-call]
     return scores
 
 

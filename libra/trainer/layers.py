@@ -15,7 +15,8 @@ class RmsNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
         super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel
 
 
 class SdpaAttention(torch.nn.Module):

@@ -80,7 +80,7 @@ def transformer_config(
         autocast_dtype=dtype,
         # Micro-batches are padded to their own longest row, so stages tell each other the shape.
         variable_seq_lengths=sizes.pipeline > 1,
-        moe_token_dispatcher_type="alltoall",  # the only one that takes variable lengths
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 - the only one for variable lengths
         # The loss is already divided by the global counts: gradients are summed, never averaged.
         calculate_per_token_loss=True,
         use_cpu_initialization=(
@@ -99,7 +99,7 @@ def transformer_config(
     )
 
 
-def build_model(config: RunConfig, architecture: Architecture, world: World) -> torch.nn.Module:
+def build_model(config: RunConfig, architecture: Architecture, world: World) -> Any:
     """Build this rank's part of the model in `train_dtype` on its device, weights not set."""
     settings = transformer_config(config, architecture, world)
     layer = get_gpt_layer_local_spec(qk_layernorm=architecture.has_qk_norm, normalization="RMSNorm")
@@ -129,7 +129,7 @@ def build_model(config: RunConfig, architecture: Architecture, world: World) -> 
     return model
 
 
-def bare(model: torch.nn.Module) -> Any:
+def bare(model: Any) -> Any:
     """Find the GPTModel under the wrappers for precision and gradients."""
     while not isinstance(model, GPTModel):
         model = model.module

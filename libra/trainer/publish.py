@@ -149,7 +149,8 @@ def _content(entry: TensorEntry, gathered: tuple[str, torch.Tensor]) -> memoryvi
     name, tensor = gathered
     if name != entry.name:
         raise InvariantError(f"gathered {name} where {entry.name} was planned")
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(content)
 
 
 def _write_config(trainer: Trainer, dtype: torch.dtype, directory: Path) -> Path:

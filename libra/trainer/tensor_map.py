@@ -136,14 +136,14 @@ def join(
             return torch.cat([sources[0], padding])
         case "qkv":
             groups = architecture.num_kv_heads
-            by_group = [source.unflatten(0, (groups, -1)) for source in sources]
+            by_group = [source.reshape(groups, -1, *source.shape[1:]) for source in sources]
             return torch.cat(by_group, dim=1).flatten(0, 1)
         case _:
             assert_never(rule.kind)
 
 
 def separate(rule: Rule, parameter: torch.Tensor, architecture: Architecture) -> list[torch.Tensor]:
-    """Separate a whole Megatron parameter -> whole checkpoint tensors, in the order of the sources."""
+    """Take a whole Megatron parameter apart into checkpoint tensors, in the sources' order."""
     match rule.kind:
         case "replicated" | "rows" | "columns":
             return [parameter]
@@ -154,7 +154,7 @@ def separate(rule: Rule, parameter: torch.Tensor, architecture: Architecture) ->
         case "qkv":
             groups = architecture.num_kv_heads
             rows = [source.shape[0] // groups for source in rule.sources]
-            by_group = parameter.unflatten(0, (groups, -1)).split(rows, dim=1)
+            by_group = torch.split(parameter.reshape(groups, -1, *parameter.shape[1:]), rows, dim=1)
             return [part.flatten(0, 1) for part in by_group]
         case _:
             assert_never(rule.kind)

@@ -1,6 +1,5 @@
 """What the scripts that torchrun starts have in common: one rank's trainer from a few options."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from libra.config.load import current_environ
 from libra.config.run import RunConfig
 from libra.wire.rank import MiniBatch, Sample, TrainStep
 
@@ -39,8 +39,9 @@ def joined_world(config: RunConfig) -> Iterator[Any]:
     from libra.trainer.world import choose_device, join_world, leave_world
 
     torch.set_num_threads(1)
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    sizes = parallel_sizes(config.training, world_size=int(os.environ["WORLD_SIZE"]))
+    environment = current_environ()
+    rank, local_rank = int(environment["RANK"]), int(environment["LOCAL_RANK"])
+    sizes = parallel_sizes(config.training, world_size=int(environment["WORLD_SIZE"]))
     at = coordinates(sizes, rank=rank, local_rank=local_rank)
     device = choose_device(config.control.device, local_rank=local_rank)
     world = join_world(sizes, at, device, timeout_s=60)
