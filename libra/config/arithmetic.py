@@ -21,11 +21,13 @@ class BatchEquation(msgspec.Struct, frozen=True, kw_only=True):
 
     optimizer_steps: int
     samples_per_optimizer_step: int
-    data_parallel_size: int
-    samples_per_rank: int
+    data_parallel_size: int | None
+    """None while the planner is to choose it."""
+
+    samples_per_rank: int | None
     """In one optimizer step on one data-parallel rank."""
 
-    micro_batches_per_rank: int
+    micro_batches_per_rank: int | None
     """In one optimizer step on one data-parallel rank."""
 
 
@@ -46,9 +48,16 @@ def model_parallel_size(config: RunConfig) -> int:
 
 
 def data_parallel_size(config: RunConfig) -> int | None:
-    """Count the copies of the model; None when the ranks do not divide into whole copies."""
+    """Count the copies of the model; None when the ranks do not divide or the planner decides."""
+    if planner_decides(config):
+        return None
     copies, rest = divmod(config.training.train_gpus, model_parallel_size(config))
     return copies if rest == 0 else None
+
+
+def planner_decides(config: RunConfig) -> bool:
+    """Whether train_gpus + rollout_gpus is a budget and the parallel degrees are candidates."""
+    return config.global_resource_planner.initial_allocation_strategy == "grp"
 
 
 def samples_per_optimizer_step(config: RunConfig) -> int:
@@ -60,12 +69,8 @@ def batch_equation(config: RunConfig) -> BatchEquation:
     training, samples_per_prompt = config.training, config.algorithm.n_samples
     mini = samples_per_optimizer_step(config)
     dp = data_parallel_size(config)
-    if (
-        dp is None
-        or training.batch_size % samples_per_prompt
-        or training.batch_size % mini
-        or mini % (dp * training.micro_batch_size)
-    ):
+    one_pass = (dp or 1) * training.micro_batch_size
+    if training.batch_size % samples_per_prompt or training.batch_size % mini or mini % one_pass:
         raise ValueError("the batch does not divide into whole parts")
     return BatchEquation(
         prompts=training.batch_size // samples_per_prompt,
@@ -74,8 +79,8 @@ def batch_equation(config: RunConfig) -> BatchEquation:
         optimizer_steps=training.batch_size // mini,
         samples_per_optimizer_step=mini,
         data_parallel_size=dp,
-        samples_per_rank=mini // dp,
-        micro_batches_per_rank=mini // (dp * training.micro_batch_size),
+        samples_per_rank=mini // dp if dp else None,
+        micro_batches_per_rank=mini // one_pass if dp else None,
     )
 
 

@@ -4,7 +4,7 @@
 names them. An empty mapping `{}` clears what the files below it said.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os.path import normpath
 from pathlib import Path
 
@@ -18,6 +18,11 @@ BASE_KEY = "base_config"
 SECTION_OF_REFERENCE = {"hardware_config": "hardware", "model_arch_config": "model_arch"}
 """Keys that name a file, and the section which that file fills."""
 
+COMPOSITION_DOCS: Mapping[str, str] = {
+    BASE_KEY: "File, or list of files, below this one: mappings merge key by key, this file wins.",
+    "hardware_config": "File that fills `hardware`; what this file says there wins.",
+    "model_arch_config": "File that fills `model_arch`; what this file says there wins.",
+}
 MAX_INDEX_DIGITS = 18
 
 
@@ -44,7 +49,9 @@ def compose(
 
 def parse_override(text: str, working_directory: str) -> tuple[MapNode, tuple[Problem, ...]]:
     """`a.b=VALUE` as a tree with one leaf; VALUE is YAML. A segment of digits is a number."""
-    place = Place(f"-o {text}", None, working_directory)
+    # Bytes of a command line that are no text would make the message unprintable.
+    shown = text.encode("utf-8", "backslashreplace").decode()
+    place = Place(f"-o {shown}", None, working_directory)
     key, equals, value_text = text.partition("=")
     segments = key.strip().split(".")
     if not equals or not all(segments):

@@ -1,1 +1,4 @@
-"""Dataset readers and the cursor that a resumed run continues from."""
+"""Prompts: readers by suffix, tokenisation, and the cursor that says which prompt comes next.
+
+Light on purpose: `tokenizers` and `jinja2`, never `transformers` or torch.
+"""

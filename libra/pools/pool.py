@@ -61,7 +61,10 @@ class RolloutPool:
             self._set(moved(member, MemberState.STALE, now=now))
 
     def on_reload_begun(self, instance_id: InstanceId, *, now: float) -> None:
-        self._set(moved(self._members[instance_id], MemberState.RELOADING, now=now))
+        """A reload was asked for; a later request supersedes one that is still open."""
+        member = self._members[instance_id]
+        if member.state is not MemberState.RELOADING:
+            self._set(moved(member, MemberState.RELOADING, now=now))
 
     def on_version_confirmed(
         self,

@@ -2,21 +2,12 @@
 
 import msgspec
 
+from libra.data.cursor import PromptRef
 from libra.errors import InvariantError
-from libra.ids import GroupId, PolicyVersion, PromptId, TrajectoryId
+from libra.ids import GroupId, PolicyVersion, TrajectoryId
 from libra.rollouts.trajectory import Trajectory
 
-
-class PromptRef(msgspec.Struct, frozen=True):
-    """One visit of the data's cursor to one row."""
-
-    prompt_id: PromptId
-    """The row's identity; the same in every epoch."""
-
-    row: int
-    """Index of the row in its dataset."""
-
-    epoch: int
+__all__ = ["AdmittedGroup", "CompleteGroup", "OpenGroup", "PromptRef"]
 
 
 class AdmittedGroup(msgspec.Struct, frozen=True):

@@ -194,6 +194,9 @@ class ExportChecked(msgspec.Struct, frozen=True, tag=True):
     """The published directory was compared with its manifest; `error` is empty when it holds."""
 
     version: PolicyVersion
+    manifest_hash: str
+    """As announced: tells the export of an earlier attempt apart."""
+
     error: str
 
 

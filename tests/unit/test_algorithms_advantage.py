@@ -101,7 +101,7 @@ def test_groups_are_told_apart_by_id_in_any_order_and_size():
     expected = {("a", 0): -0.8660239, ("a", 1): 0.8660239, ("b", 10): -0.8660239}
     expected |= {("b", 11): 0.8660239, ("c", 1): 0.57734927, ("c", 0): -1.15469854}
     for seed in range(5):
-        random.Random(seed).shuffle(samples)  # noqa: S311
+        random.Random(seed).shuffle(samples)
         got = advantages([r for _, r in samples], [g for g, _ in samples], form("grpo"))
         assert got == pytest.approx([expected[sample] for sample in samples], abs=6e-8)
 

@@ -124,6 +124,12 @@ SWITCHES: Final = (
         bool,
         "true",
     ),
+    Dependence(
+        ("train_tp_size", "train_pp_size", "train_ep_size"),
+        f"{_PLANNER}.initial_allocation_strategy",
+        _is("configured"),
+        "configured",
+    ),
     Dependence(("phase_trace_dir",), "phase_trace_enabled", bool, "true"),
     Dependence(("api.api_host", "api.api_token_file"), "api.api_port", _is_not(None), "set"),
 )

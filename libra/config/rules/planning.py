@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from libra.config.arithmetic import model_parallel_size, nearest_divisors
+from libra.config.arithmetic import model_parallel_size, nearest_divisors, planner_decides
 from libra.config.problems import Problem
 from libra.config.run import RunConfig
 
@@ -20,7 +20,7 @@ def minima_fit(config: RunConfig) -> Iterator[Problem]:
     """Check each side's minimum against what the run has."""
     planner = config.global_resource_planner
     train, rollout = config.training.train_gpus, config.rollout.rollout_gpus
-    if planner.initial_allocation_strategy == "grp":
+    if planner_decides(config):
         needed = planner.min_train_gpus + planner.min_rollout_gpus
         if needed > train + rollout:
             yield Problem(
@@ -38,7 +38,7 @@ def minima_fit(config: RunConfig) -> Iterator[Problem]:
 def granularity_fits(config: RunConfig) -> Iterator[Problem]:
     """Check that the budget holds a step for each side."""
     planner = config.global_resource_planner
-    if planner.initial_allocation_strategy != "grp":
+    if not planner_decides(config):
         return
     total, step = (
         config.training.train_gpus + config.rollout.rollout_gpus,

@@ -217,6 +217,8 @@ class Control:
                     event.instance_id, event.incarnation, event.error, at=at
                 )
             case events.ExportChecked():
+                if event.manifest_hash != self.publication.manifest_hash:
+                    return ()
                 if event.error:
                     reason = f"the trainer's weights v{event.version} are broken: {event.error}"
                     return (commands.EndRun(4, reason),)

@@ -1,0 +1,96 @@
+"""`python -m libra.trainer`: one rank, started by torchrun under the supervisor.
+
+Nothing heavy is imported before `main` runs: Megatron's checkpoints start a helper process that
+imports this module again, and the supervisor should hear from the rank before torch is loaded.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from libra.config.load import current_environ, load_resolved
+from libra.config.run import RunConfig
+from libra.errors import LibraError
+from libra.ids import RunId
+from libra.trainer.identity import RankIdentity, hello
+from libra.trainer.layout import coordinates, parallel_sizes
+from libra.trainer.link import Link
+from libra.wire.rank import RankFailed
+
+EXIT_FAILED = 4
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run one rank to its end; returns the process's exit code."""
+    parser = argparse.ArgumentParser(prog="python -m libra.trainer", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="config.resolved.json")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--restore", type=Path, help="directory of a complete checkpoint")
+    options = parser.parse_args(arguments)
+    rank = int(environment["RANK"])
+    link = None
+    try:
+        config = load_resolved(options.config)
+        link = Link(Path(environment["LIBRA_CONTROL"]))
+        _run(config, options.restore, environment, link)
+    except Exception as error:  # noqa: BLE001 - the top of the process
+        traceback.print_exc()
+        code = error.exit_code if isinstance(error, LibraError) else EXIT_FAILED
+        _last_words(link, RankFailed(rank=rank, exit_code=code, message=_in_words(error)))
+        return code
+    return 0
+
+
+def _run(
+    config: RunConfig, restore: Path | None, environment: Mapping[str, str], link: Link
+) -> None:
+    world_size = int(environment["WORLD_SIZE"])
+    sizes = parallel_sizes(config.training, world_size=world_size)
+    at = coordinates(
+        sizes, rank=int(environment["RANK"]), local_rank=int(environment["LOCAL_RANK"])
+    )
+    identity = RankIdentity(
+        run_id=RunId(environment["LIBRA_RUN_ID"]),
+        attempt=int(environment["LIBRA_ATTEMPT"]),
+        sizes=sizes,
+        at=at,
+    )
+    link.send(hello(identity, world_size=world_size))
+    if config.control.device == "cpu":
+        # Hidden before torch looks: Megatron would use a GPU that it can see.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # noqa: TID251
+    from libra.trainer import cpu_path
+
+    cpu_path.enable()
+    import torch
+
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
+    from libra.trainer.rank import run_rank
+    from libra.trainer.world import leave_world
+
+    run_rank(config, identity, link, restore=restore)
+    leave_world()
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, LibraError) else f"{type(error).__name__}: {error}"
+
+
+def _last_words(link: Link | None, event: RankFailed) -> None:
+    if link is None:
+        return
+    try:
+        link.send(event)
+    except LibraError as error:
+        print(f"could not tell the supervisor: {error}", flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    # Without interpreter shutdown: a peer that died leaves NCCL and gloo threads that never end.
+    code = main(sys.argv[1:], current_environ())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

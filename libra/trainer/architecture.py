@@ -1,0 +1,143 @@
+"""The shape of a decoder model, read from Hugging Face's config.json.
+
+Only what Libra's Megatron model computes exactly is accepted; anything else is refused by name,
+because a model that is nearly right trains silently against its own engine.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from libra.errors import DataError
+from libra.storage.digest import hash_bytes
+
+SUPPORTED_MODEL_TYPES = ("qwen2", "llama", "qwen3")
+
+
+class Rope(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary embedding. The four factors are read by `llama3`, `factor` by `linear` too."""
+
+    kind: Literal["default", "linear", "llama3"]
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_positions: int = 0
+
+
+class Architecture(msgspec.Struct, frozen=True, kw_only=True):
+    """A pre-norm decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    has_tied_embeddings: bool
+    has_qkv_bias: bool
+    has_qk_norm: bool
+    rope: Rope
+
+    @property
+    def hash(self) -> str:
+        """Equal for two models whose checkpoints can be exchanged."""
+        return hash_bytes(msgspec.json.encode(self))
+
+
+class _HfConfig(msgspec.Struct, kw_only=True):
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    vocab_size: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 0
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    use_sliding_window: bool = False
+    partial_rotary_factor: float | None = None
+    quantization_config: Any = None
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+
+
+def read_architecture(model_path: Path) -> Architecture:
+    """Read the shape of a model directory. Raises DataError naming what is missing or odd."""
+    path = model_path / "config.json"
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=_HfConfig)
+    except OSError as error:
+        raise DataError(
+            f"{path}: {error.strerror}; model_path must name a model directory in Hugging Face "
+            "format"
+        ) from error
+    except msgspec.MsgspecError as error:
+        raise DataError(f"{path}: {error}") from error
+    if problems := _problems(config):
+        raise DataError(f"{path}: " + "; ".join(problems))
+    return Architecture(
+        model_type=config.model_type,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        norm_eps=config.rms_norm_eps,
+        has_tied_embeddings=config.tie_word_embeddings,
+        has_qkv_bias=config.model_type == "qwen2",
+        has_qk_norm=config.model_type == "qwen3",
+        rope=_rope(path, config),
+    )
+
+
+def _problems(config: _HfConfig) -> list[str]:
+    checks = {
+        f"model_type {config.model_type} is not one of {', '.join(SUPPORTED_MODEL_TYPES)}": (
+            config.model_type not in SUPPORTED_MODEL_TYPES
+        ),
+        f"hidden_act {config.hidden_act} is not supported, only silu": config.hidden_act != "silu",
+        "attention_bias (a bias on the output projection) is not supported": config.attention_bias,
+        "mlp_bias is not supported": config.mlp_bias,
+        "use_sliding_window is not supported": config.use_sliding_window,
+        "partial_rotary_factor is not supported": config.partial_rotary_factor not in {None, 1.0},
+        "quantized weights cannot be trained": config.quantization_config is not None,
+    }
+    return [message for message, applies in checks.items() if applies]
+
+
+def _rope(path: Path, config: _HfConfig) -> Rope:
+    # transformers 5 writes rope_parameters with the theta inside, older ones two separate keys.
+    given = config.rope_parameters or config.rope_scaling or {}
+    theta = float(given.get("rope_theta", config.rope_theta))
+    kind = given.get("rope_type", given.get("type", "default"))
+    keys = {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_max_positions",
+    }
+    needed = {"default": 0, "linear": 1, "llama3": len(keys)}.get(kind)
+    if needed is None:
+        raise DataError(
+            f"{path}: rope type {kind} is not supported, only default, linear and llama3"
+        )
+    names = list(keys)[:needed]
+    if missing := [name for name in names if name not in given]:
+        raise DataError(f"{path}: rope type {kind} needs {', '.join(missing)}")
+    values = {keys[name]: given[name] for name in names}
+    return msgspec.convert({"kind": kind, "theta": theta} | values, Rope)

@@ -1,0 +1,69 @@
+"""What the installed stack cannot do is refused here, by option name and with the reason."""
+
+import importlib.util
+
+from libra.config.run import RunConfig
+from libra.errors import ConfigError
+from libra.trainer.architecture import Architecture
+from libra.trainer.layout import ParallelSizes
+
+
+def refuse_unsupported(
+    config: RunConfig, architecture: Architecture, sizes: ParallelSizes, *, is_cuda: bool
+) -> None:
+    """Raise one ConfigError with every option that this rank could not honour."""
+    problems = [
+        *_option_problems(config, is_cuda=is_cuda),
+        *_layout_problems(architecture, sizes),
+    ]
+    if problems:
+        raise ConfigError("the trainer cannot run this configuration: " + "; ".join(problems))
+
+
+def has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _option_problems(config: RunConfig, *, is_cuda: bool) -> list[str]:
+    training, megatron = config.training, config.megatron
+    offloads = megatron.megatron_optimizer_cpu_offload
+    checks = {
+        "train_backend: fsdp is not built in this version; use megatron_core": (
+            training.train_backend != "megatron_core"
+        ),
+        "temperature must be above 0 for training: a greedy sampler has no policy gradient": (
+            config.rollout.temperature == 0
+        ),
+        "megatron_optimizer_cpu_offload needs CUDA: on the CPU the optimizer state is there": (
+            offloads and not is_cuda
+        ),
+        "megatron_use_precision_aware_optimizer needs megatron_use_distributed_optimizer": (
+            megatron.megatron_use_precision_aware_optimizer
+            and not megatron.megatron_use_distributed_optimizer
+        ),
+        "megatron_use_precision_aware_optimizer needs Transformer Engine, which is not installed, "
+        "or megatron_optimizer_cpu_offload": (
+            megatron.megatron_use_precision_aware_optimizer
+            and not offloads
+            and not has_transformer_engine()
+        ),
+    }
+    return [message for message, applies in checks.items() if applies]
+
+
+def _layout_problems(architecture: Architecture, sizes: ParallelSizes) -> list[str]:
+    checks = {
+        f"train_tp_size {sizes.tensor} must divide the model's {architecture.num_kv_heads} "
+        "key-value heads": architecture.num_kv_heads % sizes.tensor != 0,
+        f"train_tp_size {sizes.tensor} must divide the model's {architecture.num_heads} "
+        "attention heads": architecture.num_heads % sizes.tensor != 0,
+        f"train_tp_size {sizes.tensor} must divide the feed-forward size "
+        f"{architecture.ffn_size}": architecture.ffn_size % sizes.tensor != 0,
+        f"train_pp_size {sizes.pipeline} must divide the model's {architecture.num_layers} "
+        "layers": architecture.num_layers % sizes.pipeline != 0,
+        f"train_cp_size {sizes.context}: context parallelism is not built in this version": (
+            sizes.context != 1
+        ),
+        f"train_ep_size {sizes.expert}: this model has no experts": sizes.expert != 1,
+    }
+    return [message for message, applies in checks.items() if applies]

@@ -1,0 +1,80 @@
+"""The rank's end of its control socket.
+
+A thread reads, so that the supervisor's death is noticed in the middle of a long step; the main
+thread alone writes.
+"""
+
+import os
+import queue
+import socket
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from libra.errors import PeerError, SiteError
+from libra.wire.framing import FrameDecoder, encode_frame
+from libra.wire.rank import RankCommand, RankEvent, Shutdown
+
+EXIT_SUPERVISOR_GONE = 4
+GRACE_S = 3.0
+"""Given to the main thread to leave by itself before the process is ended under it."""
+
+RECEIVE_BYTES = 1 << 20
+
+
+class SupervisorGoneError(PeerError):
+    """The control socket closed without a Shutdown: nobody wants this rank's work any more."""
+
+    exit_code = EXIT_SUPERVISOR_GONE
+
+
+class Link:
+    """Commands in, events out."""
+
+    def __init__(self, path: Path) -> None:
+        """Connect to the supervisor's socket. Raises SiteError when nobody listens there."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.connect(str(path))
+        except OSError as error:
+            raise SiteError(
+                f"no supervisor listens on {path} ({error.strerror}); ranks are started by "
+                "libra-supervisor, not by hand"
+            ) from error
+        self._commands: queue.SimpleQueue[RankCommand | None] = queue.SimpleQueue()
+        self._decode = msgspec.msgpack.Decoder(RankCommand).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._reader = threading.Thread(target=self._read, name="link", daemon=True)
+        self._reader.start()
+
+    def receive(self) -> RankCommand:
+        """The next command; blocks. Raises SupervisorGoneError when there will be none."""
+        command = self._commands.get()
+        if command is None:
+            raise SupervisorGoneError("the supervisor closed the control socket")
+        return command
+
+    def send(self, event: RankEvent) -> None:
+        """Send one event; blocks while the supervisor does not read."""
+        try:
+            self._socket.sendall(encode_frame(self._encode(event)))
+        except OSError as error:
+            raise SupervisorGoneError(f"the control socket broke: {error.strerror}") from error
+
+    def _read(self) -> None:
+        decoder = FrameDecoder()
+        try:
+            while chunk := self._socket.recv(RECEIVE_BYTES):
+                for frame in decoder.feed(chunk):
+                    command = self._decode(frame)
+                    self._commands.put(command)
+                    if isinstance(command, Shutdown):
+                        return
+        except (OSError, msgspec.MsgspecError, PeerError) as error:
+            # Printed here, because the main thread may be in a collective that never ends.
+            print(f"control socket: {error}", flush=True)  # noqa: T201
+        self._commands.put(None)
+        time.sleep(GRACE_S)
+        os._exit(EXIT_SUPERVISOR_GONE)

@@ -1,0 +1,59 @@
+"""Megatron's AdamW, stepped only with finite gradients."""
+
+from math import isfinite
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from libra.config.run import RunConfig
+from libra.trainer.model import torch_dtype
+
+
+def build_optimizer(model: Any, config: RunConfig) -> Any:
+    """AdamW over the parameters of a model with gradient buffers; main weights are float32."""
+    training, megatron = config.training, config.megatron
+    dtype = torch_dtype(training.train_dtype)
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=training.learning_rate,
+        weight_decay=training.weight_decay,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
+        adam_eps=training.adam_eps,
+        clip_grad=training.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=megatron.megatron_use_distributed_optimizer,
+        use_precision_aware_optimizer=megatron.megatron_use_precision_aware_optimizer,
+        optimizer_cpu_offload=megatron.megatron_optimizer_cpu_offload,
+        optimizer_offload_fraction=megatron.megatron_optimizer_offload_fraction,
+    )
+    return get_megatron_optimizer(settings, [model])
+
+
+def step_if_finite(optimizer: Any, *, learning_rate: float) -> tuple[float, bool]:
+    """Clip by the global norm and step; returns that norm and whether the step was taken.
+
+    A norm that is NaN or infinite leaves weights and optimizer state untouched. The norm is
+    reduced over all ranks that hold parts of a gradient, so every rank decides alike.
+    """
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if not isfinite(norm):
+        return norm, False
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    # Megatron's own step() would clip after the norm without looking at it.
+    for part in optimizer.chained_optimizers:
+        parameters = part.get_parameters()
+        if part.config.clip_grad > 0 and parameters:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=part.config.clip_grad,
+                total_norm=norm,
+                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    optimizer.step_with_ready_grads()
+    return norm, True

@@ -1,0 +1,132 @@
+"""Micro-batches through the model under Megatron's schedule: forward only, or with backward."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from libra.trainer.architecture import Architecture
+from libra.trainer.batch import MicroBatch
+from libra.trainer.head import Head, ScoreRequest, score_tokens
+from libra.trainer.loss import LossSums
+from libra.trainer.model import bare
+from libra.trainer.tensor_map import padded_vocab_size
+from libra.trainer.world import World
+
+Loss: TypeAlias = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, LossSums]]
+Beat: TypeAlias = Callable[[], None]
+
+SMALLEST_CHUNK_LOGITS = 1 << 20
+"""Logits (4 MiB in float32) that may always exist at once, so that small models are not cut up."""
+
+
+class Pipeline:
+    """Runs one model. Every rank of the world must make the same calls in the same order."""
+
+    def __init__(
+        self, model: Any, architecture: Architecture, world: World, *, logit_rows: int
+    ) -> None:
+        """`logit_rows`: sequences whose logits may exist at once."""
+        self._model = model
+        self._world = world
+        self._logit_rows = logit_rows
+        vocab_slice = padded_vocab_size(architecture, world.sizes.tensor) // world.sizes.tensor
+        start = vocab_slice * world.at.tensor
+        self._smallest_chunk = max(1, SMALLEST_CHUNK_LOGITS // vocab_slice)
+        self._head = Head(
+            vocab_start=start,
+            num_valid=min(max(architecture.vocab_size - start, 0), vocab_slice),
+            group=world.tensor_group if world.sizes.tensor > 1 else None,
+        )
+
+    def logprobs(
+        self, batches: Sequence[MicroBatch], *, temperature: float, beat: Beat
+    ) -> list[torch.Tensor]:
+        """Score without gradients: float32[n] per micro-batch on the last stage, else nothing."""
+
+        def keep(scores: torch.Tensor, **_how: bool) -> torch.Tensor:
+            return scores[0]
+
+        with torch.no_grad():
+            results: list[torch.Tensor] = self._run(
+                batches,
+                lambda _batch: keep,
+                temperature=temperature,
+                beat=beat,
+                forward_only=True,
+                collect_non_loss_data=True,
+            )
+        return results
+
+    def forward_backward(
+        self, batches: Sequence[MicroBatch], loss: Loss, *, temperature: float, beat: Beat
+    ) -> list[LossSums]:
+        """Add the gradients of the summed losses, reduced over the world, to the model's buffers.
+
+        Returns the sums of each micro-batch on the last stage, else nothing.
+        """
+
+        def lose(batch: MicroBatch, scores: torch.Tensor) -> tuple[torch.Tensor, Any, LossSums]:
+            value, sums = loss(scores, batch)
+            # The second number is Megatron's token count, which we have no use for.
+            return value, torch.zeros((), dtype=torch.int), sums
+
+        results: list[LossSums] = self._run(
+            batches,
+            lambda batch: partial(lose, batch),
+            temperature=temperature,
+            beat=beat,
+            forward_only=False,
+            collect_non_loss_data=False,
+        )
+        return results
+
+    def _run(
+        self,
+        batches: Sequence[MicroBatch],
+        finisher: Callable[[MicroBatch], Callable[..., Any]],
+        *,
+        temperature: float,
+        beat: Beat,
+        **schedule_options: Any,
+    ) -> list[Any]:
+        def forward(iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
+            batch = next(iterator)
+            beat()
+            output = model(
+                batch.token_ids,
+                batch.position_ids,
+                None,
+                output_processor=score_tokens,
+                output_processor_context=self._request(batch, temperature),
+            )
+            return output, finisher(batch)
+
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(batches),
+            model=[self._model],
+            num_microbatches=len(batches),
+            seq_length=max(batch.token_ids.shape[1] for batch in batches),
+            micro_batch_size=max(batch.token_ids.shape[0] for batch in batches),
+            **schedule_options,
+        )
+        return results
+
+    def _request(self, batch: MicroBatch, temperature: float) -> ScoreRequest:
+        rows = self._logit_rows * batch.token_ids.shape[1]
+        return ScoreRequest(
+            head=self._head,
+            positions=batch.positions,
+            targets=batch.targets,
+            temperature=temperature,
+            chunk_tokens=max(rows, self._smallest_chunk),
+        )
+
+    @property
+    def length_multiple(self) -> int:
+        """What padded lengths must be a multiple of: sequence parallelism cuts them evenly."""
+        settings = bare(self._model).config
+        return self._world.sizes.tensor if settings.sequence_parallel else 1

@@ -1,0 +1,81 @@
+"""A fixed prompt whose logprobs tell whether an engine has the weights that the trainer has."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from libra.config.run import RunConfig
+from libra.errors import DataError, InvariantError
+from libra.trainer.assembly import Trainer
+from libra.trainer.batch import SampleArrays, micro_batches
+from libra.trainer.world import sum_over_world
+from libra.weights.judge import judge_acks
+from libra.wire.rank import AcksJudged, JudgeAcks
+
+PROBE_NAME = "probe.json"
+TOLERANCE_FLOAT32 = 1e-3
+TOLERANCE_BFLOAT16 = 3e-2
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """Stored beside the weights, so that a restarted gang can still judge them."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Entry i: logprob of token i+1 given tokens 0..i, at temperature 1."""
+
+
+def probe_logprobs(trainer: Trainer, token_ids: Sequence[int]) -> tuple[float, ...]:
+    """Logprobs of all but the first token under the current weights; every rank takes part."""
+    if len(token_ids) < 2:  # noqa: PLR2004 - nothing is predicted by one token
+        return ()
+    vocab_size = trainer.architecture.vocab_size
+    if not all(0 <= token < vocab_size for token in token_ids):
+        raise DataError(f"the probe has a token outside the vocabulary of {vocab_size}")
+    num_scored = len(token_ids) - 1
+    sample = SampleArrays(
+        token_ids=np.array(token_ids, np.int32),
+        sampled=np.arange(1, len(token_ids)),
+        rollout_logprobs=np.zeros(num_scored, np.float32),
+        advantage=0.0,
+        weight=0.0,
+    )
+    batches = micro_batches(
+        [sample],
+        rows=1,
+        device=trainer.world.device,
+        length_multiple=trainer.policy.length_multiple,
+    )
+    scores = trainer.policy.logprobs(
+        batches, temperature=1.0, beat=lambda: trainer.learner.beat("probe")
+    )
+    # Every replica computes the same; one speaks.
+    speaks = trainer.world.has_results and trainer.world.at.data == 0
+    own = scores[0].tolist() if speaks else [0.0] * num_scored
+    return tuple(sum_over_world(trainer.world, own))
+
+
+def judge(command: JudgeAcks, config: RunConfig) -> AcksJudged:
+    """Judge an ACK batch against the request and the probe stored with its weights."""
+    path = Path(command.request.weights_directory) / PROBE_NAME
+    try:
+        probe = msgspec.json.decode(path.read_bytes(), type=Probe)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise DataError(f"{path}: cannot judge an engine by these weights: {error}") from error
+    if probe.token_ids != command.request.probe_token_ids:
+        raise InvariantError(f"{path}: the reload request probes with other tokens")
+    return judge_acks(
+        command.request,
+        command.acks,
+        trainer_probe_logprobs=probe.logprobs,
+        probe_tolerance=probe_tolerance(config),
+    )
+
+
+def probe_tolerance(config: RunConfig) -> float:
+    """Largest difference between two right computations, by the coarser of the two dtypes."""
+    engine = config.rollout.rollout_dtype
+    is_exact = config.training.train_dtype == "float32" and engine in {"auto", "float32"}
+    return TOLERANCE_FLOAT32 if is_exact else TOLERANCE_BFLOAT16

@@ -1,0 +1,98 @@
+"""One rank's life after it has said Hello: build, report, then do as it is told."""
+
+from pathlib import Path
+from typing import TypeAlias, assert_never
+
+from libra import clock
+from libra.config.run import RunConfig
+from libra.errors import InvariantError
+from libra.trainer.assembly import Trainer, assemble
+from libra.trainer.checkpoint import restore_checkpoint, save_checkpoint
+from libra.trainer.identity import RankIdentity
+from libra.trainer.link import Link
+from libra.trainer.probe import judge
+from libra.trainer.publish import export_weights
+from libra.trainer.world import choose_device, join_world
+from libra.wire.rank import (
+    ExportWeights,
+    Heartbeat,
+    JudgeAcks,
+    ModelReady,
+    RankEvent,
+    SaveCheckpoint,
+    Shutdown,
+    StepTrained,
+    TrainStep,
+)
+
+WorkCommand: TypeAlias = TrainStep | ExportWeights | JudgeAcks | SaveCheckpoint
+
+HEARTBEAT_EVERY_S = 0.25
+"""Shortest time between two heartbeats of one phase: micro-batches may take a millisecond."""
+
+
+def run_rank(
+    config: RunConfig, identity: RankIdentity, link: Link, *, restore: Path | None
+) -> None:
+    """Build the trainer and serve commands until Shutdown."""
+    pulse = Pulse(link, identity.at.rank)
+    began_at = clock.monotonic()
+    pulse.beat(0, "join")
+    device = choose_device(config.control.device, local_rank=identity.at.local_rank)
+    world = join_world(
+        identity.sizes,
+        identity.at,
+        device,
+        timeout_s=config.supervision.rank_heartbeat_timeout_s,
+    )
+    trainer = assemble(config, world, beat=pulse.beat)
+    if restore is not None:
+        pulse.beat(0, "restore")
+        restore_checkpoint(trainer, restore)
+    link.send(
+        ModelReady(
+            rank=identity.at.rank,
+            step=trainer.learner.progress.step,
+            num_parameters=trainer.num_parameters,
+            build_s=clock.monotonic() - began_at,
+        )
+    )
+    while not isinstance(command := link.receive(), Shutdown):
+        if (event := _answer(trainer, command)) is not None:
+            link.send(event)
+
+
+class Pulse:
+    """Heartbeats from the main thread: one per change of phase, and a bounded rate within one."""
+
+    def __init__(self, link: Link, rank: int) -> None:
+        self._link = link
+        self._rank = rank
+        self._last: tuple[int, str] = (-1, "")
+        self._sent_at = 0.0
+
+    def beat(self, step: int, phase: str) -> None:
+        now = clock.monotonic()
+        if (step, phase) == self._last and now - self._sent_at < HEARTBEAT_EVERY_S:
+            return
+        self._last, self._sent_at = (step, phase), now
+        self._link.send(Heartbeat(rank=self._rank, step=step, phase=phase))
+
+
+def _answer(trainer: Trainer, command: WorkCommand) -> RankEvent | None:
+    """Obey one command; returns what to tell the supervisor, if anything."""
+    rank = trainer.world.at.rank
+    match command:
+        case TrainStep():
+            metrics = trainer.learner.train(command)
+            return StepTrained(rank=rank, step=command.step, metrics=metrics if rank == 0 else None)
+        case ExportWeights():
+            return export_weights(trainer, command)
+        case JudgeAcks():
+            if rank:
+                raise InvariantError(f"rank {rank} was asked to judge ACKs; only rank 0 does")
+            return judge(command, trainer.config)
+        case SaveCheckpoint():
+            return save_checkpoint(trainer, command)
+        case _:
+            assert_never(command)

@@ -1,0 +1,287 @@
+"""One training step: old logprobs, then an optimizer step per mini-batch."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import isfinite
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from libra import clock
+from libra.algorithms.learning_rate import decay_steps, learning_rate
+from libra.algorithms.objective import objective
+from libra.config.run import RunConfig
+from libra.errors import InvariantError, LearningStoppedError
+from libra.trainer.architecture import Architecture
+from libra.trainer.batch import (
+    MicroBatch,
+    SampleArrays,
+    decode_mini_batch,
+    gathered,
+    micro_batches,
+    scattered,
+)
+from libra.trainer.loss import LossSums, mismatch_k3, policy_loss
+from libra.trainer.memory import peak_memory_bytes
+from libra.trainer.model import seed_everything
+from libra.trainer.optimizer import step_if_finite
+from libra.trainer.pipeline import Pipeline
+from libra.trainer.world import World, max_over_world, sum_over_world
+from libra.wire.rank import TrainMetrics, TrainStep
+
+
+class Progress(msgspec.Struct):
+    """How far training has come; part of every checkpoint."""
+
+    step: int = 0
+    num_optimizer_steps: int = 0
+    """Taken since the run began: the position of the learning-rate schedule."""
+
+    num_skipped_in_a_row: int = 0
+
+
+class StepTotals(msgspec.Struct):
+    """Sums over the tokens and optimizer steps of one training step, of the whole world."""
+
+    loss: float = 0.0
+    entropy: float = 0.0
+    num_clipped: float = 0.0
+    ratio: float = 0.0
+    mismatch: float = 0.0
+    num_mismatch_tokens: int = 0
+    num_tokens: int = 0
+    grad_norm: float = 0.0
+    num_taken: int = 0
+    num_skipped: int = 0
+    learning_rate: float = 0.0
+
+
+class LearnerParts(NamedTuple):
+    """What is trained and what it is run with."""
+
+    model: Any
+    """With gradient buffers."""
+
+    optimizer: Any
+    policy: Pipeline
+    reference: Pipeline | None
+    """The KL reference; None without a KL term."""
+
+
+class Learner:
+    """Turns policy v(k-1) into v(k). Every rank calls it with its own shard, in step."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        architecture: Architecture,
+        world: World,
+        parts: LearnerParts,
+        beat: Callable[[int, str], None],
+    ) -> None:
+        self.progress = Progress()
+        self._config = config
+        self._architecture = architecture
+        self._world = world
+        self._model = parts.model
+        self._optimizer = parts.optimizer
+        self._policy = parts.policy
+        self._reference = parts.reference
+        self._beat = beat
+        self._objective = objective(config.algorithm, temperature=config.rollout.temperature)
+        self._decay_steps = decay_steps(config.training, total_steps=config.control.total_steps)
+
+    def beat(self, phase: str) -> None:
+        """Tell the supervisor that this rank is alive and what it is doing."""
+        self._beat(self.progress.step, phase)
+
+    def train(self, command: TrainStep) -> TrainMetrics:
+        """Take the optimizer steps of one batch; the metrics are the same on every rank.
+
+        Raises LearningStoppedError after `max_skipped_steps` optimizer steps in a row whose loss
+        or gradient norm was not finite.
+        """
+        if command.step != self.progress.step + 1:
+            raise InvariantError(
+                f"asked for step {command.step} when {self.progress.step + 1} is next"
+            )
+        seed_everything(self._config.control.seed, command.step)
+        totals = StepTotals()
+        shards = [self._decode(index, command) for index in range(len(command.mini_batches))]
+        began_at = clock.monotonic()
+        batches = self._prepare(shards, totals, command)
+        recomputed_at = clock.monotonic()
+        for mini_batch, split in zip(command.mini_batches, batches, strict=True):
+            self._train_mini_batch(split, mini_batch.global_num_tokens, totals)
+        self.progress.step = command.step
+        return self._metrics(
+            totals,
+            recompute_s=recomputed_at - began_at,
+            train_s=clock.monotonic() - recomputed_at,
+        )
+
+    def _decode(self, index: int, command: TrainStep) -> list[SampleArrays]:
+        return decode_mini_batch(
+            command.mini_batches[index],
+            aggregation=self._config.algorithm.loss_agg_mode,
+            horizon_tokens=self._config.rollout.max_new_tokens,
+            vocab_size=self._architecture.vocab_size,
+        )
+
+    def _prepare(
+        self, shards: Sequence[list[SampleArrays]], totals: StepTotals, command: TrainStep
+    ) -> list[list[MicroBatch]]:
+        """Micro-batches of each mini-batch, with old and reference logprobs in them."""
+        rows = self._config.training.micro_batch_size
+        prepared = [self._split(shard, rows) for shard in shards]
+        if not self._config.training.recompute_logprobs:
+            # Two policies: the engine's own logprobs anchor the ratio.
+            prepared = [
+                [batch._replace(old_logprobs=batch.rollout_logprobs) for batch in batches]
+                for batches in prepared
+            ]
+        elif len(shards) > 1:
+            prepared = self._with_old_logprobs(shards, prepared, totals, command)
+        # With one mini-batch the weights do not change between a recomputation and the only
+        # forward of the step, so that forward's own logprobs are the proximal policy's.
+        return [self._with_reference(*pair) for pair in zip(shards, prepared, strict=True)]
+
+    def _split(self, shard: Sequence[SampleArrays], rows: int) -> list[MicroBatch]:
+        return micro_batches(
+            shard,
+            rows=rows,
+            device=self._world.device,
+            length_multiple=self._policy.length_multiple,
+        )
+
+    def _with_old_logprobs(
+        self,
+        shards: Sequence[list[SampleArrays]],
+        prepared: Sequence[Sequence[MicroBatch]],
+        totals: StepTotals,
+        command: TrainStep,
+    ) -> list[list[MicroBatch]]:
+        mismatch, result = 0.0, []
+        for shard, batches in zip(shards, prepared, strict=True):
+            of_sample = self._score(self._policy, shard, "recompute")
+            if not of_sample:
+                result.append(list(batches))
+                continue
+            with_old = [b._replace(old_logprobs=gathered(of_sample, b)) for b in batches]
+            result.append(with_old)
+            mismatch += sum(_mismatch_sum(batch) for batch in with_old)
+        totals.mismatch = self._sum_once(mismatch)
+        totals.num_mismatch_tokens = sum(m.global_num_tokens for m in command.mini_batches)
+        return result
+
+    def _with_reference(
+        self, shard: Sequence[SampleArrays], batches: Sequence[MicroBatch]
+    ) -> list[MicroBatch]:
+        if self._reference is None:
+            return list(batches)
+        of_sample = self._score(self._reference, shard, "reference")
+        if not of_sample:
+            return list(batches)
+        return [b._replace(reference_logprobs=gathered(of_sample, b)) for b in batches]
+
+    def _score(
+        self, pipeline: Pipeline, shard: Sequence[SampleArrays], phase: str
+    ) -> list[torch.Tensor]:
+        """Logprobs [n] of each sample on the last stage; nothing on other stages."""
+        batches = self._split(shard, self._config.training.recompute_micro_batch_size)
+        scores = pipeline.logprobs(
+            batches, temperature=self._objective.temperature, beat=self._beater(phase)
+        )
+        return scattered(scores, batches, len(shard)) if scores else []
+
+    def _train_mini_batch(
+        self, batches: Sequence[MicroBatch], num_tokens: int, totals: StepTotals
+    ) -> None:
+        if num_tokens == 0:
+            totals.num_skipped += 1
+            return
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        sums = self._policy.forward_backward(
+            batches,
+            partial(policy_loss, objective=self._objective),
+            temperature=self._objective.temperature,
+            beat=self._beater("train"),
+        )
+        self._beat(self.progress.step + 1, "optimizer")
+        loss = self._add(sums, num_tokens, totals)
+        self._step(loss, totals)
+
+    def _add(self, sums: Sequence[LossSums], num_tokens: int, totals: StepTotals) -> float:
+        """Add the world's sums of one mini-batch; returns its loss."""
+        local = torch.zeros(len(LossSums._fields), dtype=torch.float64)
+        if self._world.has_results:
+            for one in sums:
+                local += torch.stack(list(one)).to("cpu", torch.float64)
+        loss, entropy, clipped, ratio, mismatch = sum_over_world(self._world, local.tolist())
+        # The engine is compared with the policy before the step's first update, never after.
+        if totals.num_mismatch_tokens == 0:
+            totals.mismatch, totals.num_mismatch_tokens = mismatch, num_tokens
+        totals.loss += loss
+        totals.entropy += entropy
+        totals.num_clipped += clipped
+        totals.ratio += ratio
+        totals.num_tokens += num_tokens
+        return loss
+
+    def _step(self, loss: float, totals: StepTotals) -> None:
+        training, progress = self._config.training, self.progress
+        rate = learning_rate(
+            training, num_taken=progress.num_optimizer_steps, decay_steps=self._decay_steps
+        )
+        norm, is_taken = float("nan"), False
+        if isfinite(loss):
+            norm, is_taken = step_if_finite(self._optimizer, learning_rate=rate)
+        totals.grad_norm, totals.learning_rate = norm, rate
+        if is_taken:
+            totals.num_taken += 1
+            progress.num_optimizer_steps += 1
+            progress.num_skipped_in_a_row = 0
+            return
+        totals.num_skipped += 1
+        progress.num_skipped_in_a_row += 1
+        if progress.num_skipped_in_a_row >= training.max_skipped_steps:
+            raise LearningStoppedError(
+                f"step {progress.step + 1}: {progress.num_skipped_in_a_row} optimizer steps in a "
+                f"row had a loss ({loss}) or gradient norm ({norm}) that is not finite; lower "
+                "learning_rate or clip_grad, or look at the rewards and logprobs of this batch"
+            )
+
+    def _metrics(self, totals: StepTotals, *, recompute_s: float, train_s: float) -> TrainMetrics:
+        recompute_s, train_s, peak = max_over_world(
+            self._world, [recompute_s, train_s, float(peak_memory_bytes(self._world.device))]
+        )
+        tokens = max(totals.num_tokens, 1)
+        return TrainMetrics(
+            loss=totals.loss / max(totals.num_taken + totals.num_skipped, 1),
+            grad_norm=totals.grad_norm,
+            entropy=totals.entropy / tokens,
+            clip_fraction=totals.num_clipped / tokens,
+            kl_mismatch=totals.mismatch / max(totals.num_mismatch_tokens, 1),
+            ratio_mean=totals.ratio / tokens,
+            learning_rate=totals.learning_rate,
+            num_tokens=totals.num_tokens,
+            num_optimizer_steps=totals.num_taken,
+            num_skipped_steps=totals.num_skipped,
+            recompute_s=recompute_s,
+            train_s=train_s,
+            peak_memory_bytes=int(peak),
+        )
+
+    def _sum_once(self, value: float) -> float:
+        return sum_over_world(self._world, [value if self._world.has_results else 0.0])[0]
+
+    def _beater(self, phase: str) -> Callable[[], None]:
+        return partial(self._beat, self.progress.step + 1, phase)
+
+
+def _mismatch_sum(batch: MicroBatch) -> float:
+    if batch.old_logprobs is None:
+        return 0.0
+    return float(mismatch_k3(batch.old_logprobs - batch.rollout_logprobs).double().sum())

@@ -1,0 +1,191 @@
+"""Which Hugging Face tensors make which Megatron parameter, and how both are cut.
+
+A rule joins whole tensors of the checkpoint into one whole Megatron parameter, which is then cut
+over tensor parallelism; the inverse goes back, name for name.
+"""
+
+from collections.abc import Sequence
+from math import lcm
+from typing import Literal, assert_never
+
+import msgspec
+import torch
+
+from libra.trainer.architecture import Architecture
+
+VOCAB_MULTIPLE = 128
+"""The vocabulary is padded to a multiple of this whatever the layout, so that a checkpoint fits
+another tensor-parallel size."""
+
+Kind = Literal["replicated", "rows", "columns", "qkv", "gate_up", "vocabulary"]
+"""How a whole parameter is cut: not at all; along dimension 0; along dimension 1; along 0 with
+query, key and value interleaved by group; along 0 in two halves; along 0 after padding."""
+
+
+class SourceTensor(msgspec.Struct, frozen=True):
+    """A tensor of the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """One Megatron parameter, as named on a rank whose layers are numbered as in the model."""
+
+    parameter: str
+    kind: Kind
+    sources: tuple[SourceTensor, ...]
+
+
+def padded_vocab_size(architecture: Architecture, tensor_size: int) -> int:
+    """Rows of the embedding in Megatron; rows past the vocabulary are zero and never scored."""
+    multiple = lcm(VOCAB_MULTIPLE, tensor_size)
+    return -(-architecture.vocab_size // multiple) * multiple
+
+
+def embedding_rule(architecture: Architecture) -> Rule:
+    shape = (architecture.vocab_size, architecture.hidden_size)
+    source = SourceTensor("model.embed_tokens.weight", shape)
+    return Rule("embedding.word_embeddings.weight", "vocabulary", (source,))
+
+
+def output_rule(architecture: Architecture) -> Rule:
+    """Return the head's rule; with tied embeddings it is made of the embedding's tensor."""
+    shape = (architecture.vocab_size, architecture.hidden_size)
+    name = "model.embed_tokens.weight" if architecture.has_tied_embeddings else "lm_head.weight"
+    return Rule("output_layer.weight", "vocabulary", (SourceTensor(name, shape),))
+
+
+def final_norm_rule(architecture: Architecture) -> Rule:
+    source = SourceTensor("model.norm.weight", (architecture.hidden_size,))
+    return Rule("decoder.final_layernorm.weight", "replicated", (source,))
+
+
+def layer_rules(architecture: Architecture, layer: int) -> list[Rule]:
+    """Return the rules of the layer with index `layer`, counted from 0 over the whole model."""
+    hidden, ffn = architecture.hidden_size, architecture.ffn_size
+    queries = architecture.num_heads * architecture.head_dim
+    keys = architecture.num_kv_heads * architecture.head_dim
+
+    def rule(parameter: str, kind: Kind, *sources: tuple[str, tuple[int, ...]]) -> Rule:
+        return Rule(
+            f"decoder.layers.{layer}.{parameter}",
+            kind,
+            tuple(SourceTensor(f"model.layers.{layer}.{name}", shape) for name, shape in sources),
+        )
+
+    qkv = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
+    rules = [
+        rule("input_layernorm.weight", "replicated", ("input_layernorm.weight", (hidden,))),
+        rule(
+            "self_attention.linear_qkv.weight",
+            "qkv",
+            *((f"self_attn.{name}.weight", (rows, hidden)) for name, rows in qkv),
+        ),
+        rule(
+            "self_attention.linear_proj.weight",
+            "columns",
+            ("self_attn.o_proj.weight", (hidden, queries)),
+        ),
+        rule(
+            "pre_mlp_layernorm.weight",
+            "replicated",
+            ("post_attention_layernorm.weight", (hidden,)),
+        ),
+        rule(
+            "mlp.linear_fc1.weight",
+            "gate_up",
+            ("mlp.gate_proj.weight", (ffn, hidden)),
+            ("mlp.up_proj.weight", (ffn, hidden)),
+        ),
+        rule("mlp.linear_fc2.weight", "columns", ("mlp.down_proj.weight", (hidden, ffn))),
+    ]
+    if architecture.has_qkv_bias:
+        biases = ((f"self_attn.{name}.bias", (rows,)) for name, rows in qkv)
+        rules.append(rule("self_attention.linear_qkv.bias", "qkv", *biases))
+    if architecture.has_qk_norm:
+        for letter in "qk":
+            source = (f"self_attn.{letter}_norm.weight", (architecture.head_dim,))
+            rules.append(rule(f"self_attention.{letter}_layernorm.weight", "replicated", source))
+    return rules
+
+
+def model_rules(architecture: Architecture) -> list[Rule]:
+    """Every parameter of the model once, in the order in which it is exported."""
+    rules = [embedding_rule(architecture)]
+    for layer in range(architecture.num_layers):
+        rules += layer_rules(architecture, layer)
+    rules.append(final_norm_rule(architecture))
+    if not architecture.has_tied_embeddings:
+        rules.append(output_rule(architecture))
+    return rules
+
+
+def join(
+    rule: Rule, sources: Sequence[torch.Tensor], architecture: Architecture, tensor_size: int
+) -> torch.Tensor:
+    """Whole checkpoint tensors -> the whole Megatron parameter."""
+    match rule.kind:
+        case "replicated" | "rows" | "columns":
+            return sources[0]
+        case "gate_up":
+            return torch.cat(list(sources))
+        case "vocabulary":
+            missing = padded_vocab_size(architecture, tensor_size) - architecture.vocab_size
+            padding = sources[0].new_zeros(missing, architecture.hidden_size)
+            return torch.cat([sources[0], padding])
+        case "qkv":
+            groups = architecture.num_kv_heads
+            by_group = [source.reshape(groups, -1, *source.shape[1:]) for source in sources]
+            return torch.cat(by_group, dim=1).flatten(0, 1)
+        case _:
+            assert_never(rule.kind)
+
+
+def separate(rule: Rule, parameter: torch.Tensor, architecture: Architecture) -> list[torch.Tensor]:
+    """Take a whole Megatron parameter apart into checkpoint tensors, in the sources' order."""
+    match rule.kind:
+        case "replicated" | "rows" | "columns":
+            return [parameter]
+        case "gate_up":
+            return list(parameter.chunk(2))
+        case "vocabulary":
+            return [parameter[: architecture.vocab_size]]
+        case "qkv":
+            groups = architecture.num_kv_heads
+            rows = [source.shape[0] // groups for source in rule.sources]
+            by_group = torch.split(parameter.reshape(groups, -1, *parameter.shape[1:]), rows, dim=1)
+            return [part.flatten(0, 1) for part in by_group]
+        case _:
+            assert_never(rule.kind)
+
+
+def cut(rule: Rule, parameter: torch.Tensor, *, size: int, index: int) -> torch.Tensor:
+    """Cut out the slice of a whole parameter that tensor-parallel rank `index` of `size` holds."""
+    match rule.kind:
+        case "replicated":
+            return parameter
+        case "columns":
+            return parameter.chunk(size, 1)[index]
+        case "rows" | "qkv" | "vocabulary":
+            return parameter.chunk(size)[index]
+        case "gate_up":
+            return torch.cat([half.chunk(size)[index] for half in parameter.chunk(2)])
+        case _:
+            assert_never(rule.kind)
+
+
+def mend(rule: Rule, slices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Slices of all tensor-parallel ranks, in order -> the whole parameter."""
+    match rule.kind:
+        case "replicated":
+            return slices[0]
+        case "columns":
+            return torch.cat(list(slices), dim=1)
+        case "rows" | "qkv" | "vocabulary":
+            return torch.cat(list(slices))
+        case "gate_up":
+            halves = zip(*(part.chunk(2) for part in slices), strict=True)
+            return torch.cat([part for half in halves for part in half])
+        case _:
+            assert_never(rule.kind)

@@ -1,0 +1,269 @@
+"""Command -> effect. What takes time runs in a task or a thread and comes back as an event.
+
+An error in an effect is not swallowed: it leaves its task, ends the root task group and with it
+the run, unless the effect's own answer can say it (a reload that was not delivered).
+"""
+
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any, assert_never
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+from anyio.abc import TaskGroup
+
+from libra import clock
+from libra.algorithms.advantage import advantages
+from libra.config.algorithm import AlgorithmConfig
+from libra.errors import DataError, LibraError, PeerError
+from libra.ids import PolicyVersion, RunId
+from libra.rollouts.batch import BatchShape, shard
+from libra.rollouts.group import CompleteGroup
+from libra.storage.atomic import discard_directory
+from libra.storage.checkpoints import list_complete_checkpoints
+from libra.storage.finite import find_non_finite
+from libra.storage.manifests import read_manifest, verify_weights
+from libra.weights.retention import deletable_versions
+from libra.wire.rank import ExportWeights, MiniBatch, SaveCheckpoint
+from libra_supervisor.events import (
+    Event,
+    ExportChecked,
+    InstanceAnswered,
+    ReloadAnswered,
+)
+from libra_supervisor.loop import commands
+from libra_supervisor.loop.commands import Command
+from libra_supervisor.ports import Engines, Ranks, Rollouts, Routing
+from libra_supervisor.records.writer import RecordsWriter
+from libra_supervisor.run_directory import RunDirectory
+
+_log = structlog.get_logger()
+
+
+class Ports(msgspec.Struct, frozen=True, kw_only=True):
+    """The world."""
+
+    ranks: Ranks
+    engines: Engines
+    rollouts: Rollouts
+    routing: Routing
+    records: RecordsWriter
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What effects need of the configuration."""
+
+    run_id: RunId
+    directory: RunDirectory
+    algorithm: AlgorithmConfig
+    shape: BatchShape
+    keep_last: int
+    probe_token_ids: tuple[int, ...]
+
+
+class Executor:
+    """Carries out commands; `tasks` owns whatever takes time."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        ports: Ports,
+        *,
+        tasks: TaskGroup,
+        post: Callable[[Event], Awaitable[None]],
+        end: Callable[[int, str], None],
+    ) -> None:
+        self._terms = terms
+        self._ports = ports
+        self._tasks = tasks
+        self._post = post
+        self._end = end
+        # One at a time and in order: records are lines, and versions are deleted after use.
+        self._files = anyio.CapacityLimiter(1)
+        self._num_unwritten = 0
+        self._all_written = anyio.Event()
+
+    def execute(self, command: Command) -> None:  # noqa: C901, PLR0912, PLR0915 - a table
+        """Begin the effect; never waits."""
+        ports = self._ports
+        match command:
+            case commands.PrepareExport(version):
+                self._start(self._prepare_export, version)
+            case commands.CheckExport():
+                self._start(self._check_export, command)
+            case commands.TellRanks(message):
+                ports.ranks.tell_all(message)
+            case commands.TellRankZero(message):
+                ports.ranks.tell_rank_zero(message)
+            case commands.SendBatch(step, groups):
+                self._start(self._send_batch, step, groups)
+            case commands.SaveRun(step, rollout_state):
+                self._start(self._save, step, rollout_state)
+            case commands.SendReload():
+                self._start(self._send_reload, command)
+            case commands.AskInstance():
+                self._start(self._ask_instance, command)
+            case commands.KnowInstance():
+                ports.routing.know(
+                    command.instance_id, command.incarnation, command.kv_capacity_tokens
+                )
+            case commands.RouteTo(instance_id, _, version):
+                ports.routing.serve(instance_id, version)
+            case commands.Unroute(instance_id, is_draining):
+                ports.routing.withdraw(instance_id, is_draining=is_draining)
+            case commands.ReplaceInstance(instance_id, reason):
+                ports.engines.replace(instance_id, reason)
+            case commands.StartGroup(group):
+                ports.rollouts.start(group)
+            case commands.CancelGroup(group_id):
+                ports.rollouts.cancel(group_id)
+            case commands.CancelAllGroups(reason):
+                ports.rollouts.cancel_all(reason)
+            case commands.WriteStep(record, groups):
+                self._write(ports.records.write_step, record, groups)
+            case commands.WriteReload(record):
+                self._write(ports.records.write_reload, record)
+            case commands.RetireVersions(pinned):
+                self._write(self._retire_versions, pinned)
+            case commands.Say(event, fields, is_warning):
+                (_log.warning if is_warning else _log.info)(event, **fields)
+            case commands.EndRun(exit_code, reason):
+                self._end(exit_code, reason)
+            case _:
+                assert_never(command)
+
+    def _start(self, effect: Callable[..., Coroutine[Any, Any, None]], *arguments: object) -> None:
+        self._tasks.start_soon(effect, *arguments)
+
+    async def until_written(self) -> None:
+        """Wait until every record begun so far is in its file."""
+        while self._num_unwritten:
+            self._all_written = anyio.Event()
+            await self._all_written.wait()
+
+    def _write(self, write: Callable[..., None], *arguments: object) -> None:
+        self._num_unwritten += 1
+        self._start(self._in_order, write, *arguments)
+
+    async def _in_order(self, write: Callable[..., None], *arguments: object) -> None:
+        try:
+            await anyio.to_thread.run_sync(write, *arguments, limiter=self._files)
+        finally:
+            self._num_unwritten -= 1
+            self._all_written.set()
+
+    # Weights
+
+    async def _prepare_export(self, version: PolicyVersion) -> None:
+        directory = self._terms.directory.weights_of(version)
+        await anyio.to_thread.run_sync(_discard_if_there, directory, limiter=self._files)
+        self._ports.ranks.tell_all(
+            ExportWeights(
+                run_id=self._terms.run_id,
+                policy_version=version,
+                directory=str(directory),
+                probe_token_ids=self._terms.probe_token_ids,
+            )
+        )
+
+    async def _check_export(self, command: commands.CheckExport) -> None:
+        error = await anyio.to_thread.run_sync(
+            _find_export_error, Path(command.directory), command.manifest_hash
+        )
+        await self._post(ExportChecked(command.version, command.manifest_hash, error))
+
+    def _retire_versions(self, pinned: frozenset[PolicyVersion]) -> None:
+        published = {
+            PolicyVersion(int(path.name[1:])): path
+            for path in self._terms.directory.weights.iterdir()
+            if path.name[:1] == "v" and path.name[1:].isdecimal()
+        }
+        doomed = deletable_versions(
+            published, keep_last=self._terms.keep_last, pinned=pinned, in_use=()
+        )
+        for version in doomed:
+            discard_directory(published[version])
+
+    # Ranks
+
+    async def _send_batch(self, step: int, groups: tuple[CompleteGroup, ...]) -> None:
+        cut = partial(cut_batch, groups, self._terms.algorithm, self._terms.shape)
+        self._ports.ranks.train(step, await anyio.to_thread.run_sync(cut))
+
+    async def _save(self, step: int, rollout_state: bytes) -> None:
+        directory = self._terms.directory.checkpoint_of(step)
+        await anyio.to_thread.run_sync(_discard_if_there, directory, limiter=self._files)
+        await anyio.to_thread.run_sync(self._retire_checkpoints, limiter=self._files)
+        self._ports.ranks.tell_all(
+            SaveCheckpoint(step=step, directory=str(directory), rollout_state=rollout_state)
+        )
+
+    def _retire_checkpoints(self) -> None:
+        """Make room for one more; at least one complete checkpoint is always there."""
+        complete = list_complete_checkpoints(self._terms.directory.checkpoints)
+        for info in complete[max(1, self._terms.keep_last - 1) :]:
+            discard_directory(info.directory)
+
+    # Engines
+
+    async def _ask_instance(self, command: commands.AskInstance) -> None:
+        engines = self._ports.engines
+        try:
+            state = await engines.ask_state(command.instance_id)
+            capacity = await engines.ask_kv_capacity(command.instance_id)
+        except PeerError as error:
+            # It was ready a moment ago: its supervision finds out whether it still is.
+            engines.replace(command.instance_id, f"it does not tell its state: {error}")
+            return
+        await self._post(
+            InstanceAnswered(
+                instance_id=command.instance_id,
+                incarnation=command.incarnation,
+                base_url=engines.url_of(command.instance_id),
+                state=state,
+                kv_capacity_tokens=capacity,
+            )
+        )
+
+    async def _send_reload(self, command: commands.SendReload) -> None:
+        nonce = command.request.nonce
+        begun_at = clock.now()
+        try:
+            ack = await self._ports.engines.reload(command.instance_id, command.request)
+        except LibraError as error:
+            answer = ReloadAnswered(
+                command.instance_id, command.incarnation, nonce, None, str(error)
+            )
+        else:
+            answer = ReloadAnswered(command.instance_id, command.incarnation, nonce, ack, "")
+        _log.debug("reload_answered", instance=command.instance_id, s=clock.now() - begun_at)
+        await self._post(answer)
+
+
+def cut_batch(
+    groups: tuple[CompleteGroup, ...], algorithm: AlgorithmConfig, shape: BatchShape
+) -> tuple[tuple[MiniBatch, ...], ...]:
+    """Advantages by group, then one tuple of mini-batches per data-parallel rank."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    values = advantages(rewards, [t.group_id for t in trajectories], algorithm)
+    return shard(groups, values, shape)
+
+
+def _discard_if_there(directory: Path) -> None:
+    if directory.exists():
+        discard_directory(directory)
+
+
+def _find_export_error(directory: Path, manifest_hash: str) -> str:
+    try:
+        manifest, found_hash = read_manifest(directory)
+        if found_hash != manifest_hash:
+            return f"{directory}: the manifest's hash is {found_hash}, announced: {manifest_hash}"
+        verify_weights(directory, manifest, find_non_finite=find_non_finite)
+    except DataError as error:
+        return str(error)
+    return ""

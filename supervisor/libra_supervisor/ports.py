@@ -1,0 +1,61 @@
+"""What the loop's effects need of the world. `app` puts the real parts behind them."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from libra.ids import GroupId, Incarnation, InstanceId
+from libra.rollouts.group import AdmittedGroup
+from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest
+from libra.wire.rank import MiniBatch, RankCommand
+
+
+class Ranks(Protocol):
+    """The gang that runs now. Messages to a gang that is being replaced are dropped."""
+
+    def tell_all(self, command: RankCommand) -> None:
+        """Queue one message for every rank."""
+
+    def tell_rank_zero(self, command: RankCommand) -> None: ...
+
+    def train(self, step: int, shards: Sequence[tuple[MiniBatch, ...]]) -> None:
+        """Queue a TrainStep for every rank, each with the shard of its data-parallel rank."""
+
+
+class Engines(Protocol):
+    """The vLLM servers' processes and their HTTP."""
+
+    async def ask_state(self, instance_id: InstanceId) -> InstanceState:
+        """Raises PeerError."""
+
+    async def ask_kv_capacity(self, instance_id: InstanceId) -> int | None:
+        """Tokens that the server's KV cache holds; None when it does not say."""
+
+    async def reload(self, instance_id: InstanceId, request: ReloadRequest) -> ReloadAck:
+        """Raises PeerError when there is no answer."""
+
+    def url_of(self, instance_id: InstanceId) -> str: ...
+
+    def replace(self, instance_id: InstanceId, reason: str) -> None:
+        """End the process and start another, without waiting for either."""
+
+
+class Rollouts(Protocol):
+    """The tasks that make trajectories."""
+
+    def start(self, group: AdmittedGroup) -> None: ...
+
+    def cancel(self, group_id: GroupId) -> None: ...
+
+    def cancel_all(self, reason: str) -> None: ...
+
+
+class Routing(Protocol):
+    """The scheduler, seen from the loop."""
+
+    def know(
+        self, instance_id: InstanceId, incarnation: Incarnation, kv_capacity_tokens: int | None
+    ) -> None: ...
+
+    def serve(self, instance_id: InstanceId, version: int) -> None: ...
+
+    def withdraw(self, instance_id: InstanceId, *, is_draining: bool) -> None: ...

@@ -1,0 +1,122 @@
+"""A cgroup v2 group per child, where this process may make groups.
+
+A group is the only fence that a descendant cannot leave, and `cgroup.kill` ends all of it at
+once. Groups are made only where they were delegated: under systemd that is a unit with
+`Delegate=yes`; where no systemd manages the tree (containers), a writable group is enough.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from libra.ids import ChildId
+
+
+class Cgroup(msgspec.Struct, frozen=True):
+    """One child's group, by its directory."""
+
+    path: str
+
+    def pids(self) -> tuple[int, ...]:
+        """Return the processes in the group and below it; none when the group is gone."""
+        found: list[int] = []
+        for directory, _, files in os.walk(self.path):
+            if "cgroup.procs" in files:
+                found += _pids_in(Path(directory) / "cgroup.procs")
+        return tuple(found)
+
+    def kill(self) -> None:
+        """SIGKILL every process in the group and below; a group that is gone has none."""
+        try:
+            Path(self.path, "cgroup.kill").write_text("1", encoding="ascii")
+        except FileNotFoundError:
+            return
+
+    def remove(self) -> bool:
+        """Remove the group and those below; False while something still lives in it."""
+        try:
+            for directory, _, _ in os.walk(self.path, topdown=False):
+                Path(directory).rmdir()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
+
+
+class CgroupRoot(msgspec.Struct, frozen=True):
+    """The delegated group under which children get theirs."""
+
+    path: str
+
+    def make(self, child_id: ChildId) -> Cgroup:
+        """Make a fresh group for one start of `child_id`."""
+        # The time makes it fresh: a group that still holds an unkillable process stays where it is.
+        path = Path(self.path, f"libra-{child_id}-{time.monotonic_ns():x}")
+        path.mkdir()
+        return Cgroup(str(path))
+
+
+def delegated_root() -> CgroupRoot | None:
+    """Our own group when we may make groups in it, else None."""
+    mount = _cgroup2_mount(Path("/proc/self/mounts").read_text(encoding="utf-8"))
+    relative = _own_group(Path("/proc/self/cgroup").read_text(encoding="utf-8"))
+    if mount is None or relative is None:
+        return None
+    path = mount + relative.rstrip("/")
+    return CgroupRoot(path) if _is_delegated(path) and _has_kill(path) else None
+
+
+def _cgroup2_mount(mounts: str) -> str | None:
+    for line in mounts.splitlines():
+        _, place, kind, *_ = line.split(" ")
+        if kind == "cgroup2":
+            return place
+    return None
+
+
+def _own_group(cgroup: str) -> str | None:
+    for line in cgroup.splitlines():
+        if line.startswith("0::"):
+            return line.removeprefix("0::")
+    return None
+
+
+def _is_delegated(path: str) -> bool:
+    if not os.access(path, os.W_OK):
+        return False
+    if not Path("/run/systemd/system").is_dir():
+        return True
+    return os.geteuid() != 0 or _has_delegate_mark(path)
+
+
+def _has_delegate_mark(path: str) -> bool:
+    for name in ("user.delegate", "trusted.delegate"):
+        try:
+            if os.getxattr(path, name) == b"1":
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _has_kill(path: str) -> bool:
+    # The root group has no cgroup.kill, its children do from Linux 5.14 on; so try one.
+    probe = Path(path, f"libra-probe-{os.getpid()}")
+    try:
+        probe.mkdir()
+    except OSError:
+        return False
+    try:
+        return (probe / "cgroup.kill").exists()
+    finally:
+        probe.rmdir()
+
+
+def _pids_in(procs: Path) -> list[int]:
+    try:
+        return [int(line) for line in procs.read_text(encoding="ascii").split()]
+    except OSError:
+        return []

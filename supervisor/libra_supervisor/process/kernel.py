@@ -1,0 +1,185 @@
+"""What ending a tree asks of Linux, behind one port so that tests can be an unkind kernel."""
+
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Final, Protocol, TypeAlias
+
+import anyio
+import msgspec
+from anyio import to_thread
+
+from libra_supervisor.process.cgroup import Cgroup
+from libra_supervisor.process.identity import (
+    ProcessIdentity,
+    ProcessRow,
+    boot_id,
+    parse_stat,
+    read_row,
+)
+from libra_supervisor.process.shared_memory import mapped_segments, unlink_unused
+from libra_supervisor.process.spec import CHILD_TAG, RUN_TAG
+
+Tag: TypeAlias = tuple[str, str]
+"""(run id, child id) as found in a process's environment."""
+
+Table: TypeAlias = Mapping[int, ProcessRow]
+Choose: TypeAlias = Callable[[Table, Callable[[int], Tag | None]], list[ProcessRow]]
+"""Picks rows of the table; the second argument reads a process's tag."""
+
+
+STACK_DUMP_SIGNAL: Final = signal.SIGABRT
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """The processes that were chosen, at one moment, and the /dev/shm names they have mapped."""
+
+    rows: tuple[ProcessRow, ...]
+    segments: frozenset[str]
+
+
+class Kernel(Protocol):
+    async def survey(self, choose: Choose, *, with_segments: bool) -> Survey: ...
+    async def signal(self, rows: Iterable[ProcessRow], signum: int) -> None: ...
+    async def exited(self, identity: ProcessIdentity) -> None: ...
+    async def kill_cgroup(self, cgroup: Cgroup) -> None: ...
+    async def remove_segments(self, names: frozenset[str]) -> tuple[str, ...]: ...
+    async def describe(self, rows: Iterable[ProcessRow]) -> str: ...
+
+
+class Linux:
+    """The real one. Scans run in a worker thread: a host may have thousands of processes."""
+
+    async def survey(self, choose: Choose, *, with_segments: bool) -> Survey:
+        return await to_thread.run_sync(_survey, choose, with_segments)
+
+    async def signal(self, rows: Iterable[ProcessRow], signum: int) -> None:
+        for row in rows:
+            signal_process(row.pid, row.start_ticks, signum)
+
+    async def exited(self, identity: ProcessIdentity) -> None:
+        """Return when the process has ended (a zombie has), or was never there."""
+        try:
+            pidfd = os.pidfd_open(identity.pid)
+        except ProcessLookupError:
+            return
+        try:
+            row = read_row(identity.pid)
+            if row is not None and row.start_ticks == identity.start_ticks:
+                await anyio.wait_readable(pidfd)
+        finally:
+            os.close(pidfd)
+
+    async def kill_cgroup(self, cgroup: Cgroup) -> None:
+        cgroup.kill()
+
+    async def remove_segments(self, names: frozenset[str]) -> tuple[str, ...]:
+        return await to_thread.run_sync(unlink_unused, names)
+
+    async def describe(self, rows: Iterable[ProcessRow]) -> str:
+        return "; ".join(_describe(row) for row in rows)
+
+
+def signal_process(pid: int, start_ticks: int, signum: int) -> bool:
+    """Signal the process that started at `start_ticks`; False when the pid is now a stranger's.
+
+    The file descriptor is opened first and the start time compared after, so there is no moment
+    in which the pid could change hands unseen.
+    """
+    try:
+        pidfd = os.pidfd_open(pid)
+    except (ProcessLookupError, PermissionError):
+        return False
+    try:
+        row = read_row(pid)
+        if row is None or row.start_ticks != start_ticks:
+            return False
+        signal.pidfd_send_signal(pidfd, signum)
+    except (ProcessLookupError, PermissionError):
+        return False
+    finally:
+        os.close(pidfd)
+    return True
+
+
+def request_stack_dump(identities: Iterable[ProcessIdentity | None]) -> None:
+    """End Python processes with their stacks on stderr.
+
+    PYTHONFAULTHANDLER has to be set in their environment. The handler is C code: it runs even
+    where the interpreter is stuck in a collective or a lock.
+    """
+    for identity in identities:
+        if identity is not None:
+            signal_process(identity.pid, identity.start_ticks, STACK_DUMP_SIGNAL)
+
+
+def read_table() -> dict[int, ProcessRow]:
+    """Every process of the machine that this process can see."""
+    table: dict[int, ProcessRow] = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208 - see _row_from
+        if name.isdigit() and (row := _row_from(name)) is not None:
+            table[row.pid] = row
+    return table
+
+
+def _row_from(name: str) -> ProcessRow | None:
+    # Plain os calls: this runs once per process of the host, and pathlib triples the time.
+    try:
+        fd = os.open(f"/proc/{name}/stat", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        return parse_stat(os.read(fd, 4096))
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(fd)
+
+
+def read_tag(pid: int) -> Tag | None:
+    """Return the process's tag; None when it has none or its environment cannot be read."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    run_id = child_id = None
+    for entry in environ.split(b"\0"):
+        name, _, value = entry.partition(b"=")
+        if name == RUN_TAG.encode():
+            run_id = os.fsdecode(value)
+        elif name == CHILD_TAG.encode():
+            child_id = os.fsdecode(value)
+    return None if run_id is None or child_id is None else (run_id, child_id)
+
+
+def own_line(table: Table) -> frozenset[int]:
+    """Return this process and its ancestors: never to be signalled."""
+    line = {1}
+    pid = os.getpid()
+    while pid in table and pid not in line:
+        line.add(pid)
+        pid = table[pid].ppid
+    return frozenset(line | {os.getpid(), os.getppid()})
+
+
+def identity_in(row: ProcessRow) -> ProcessIdentity:
+    return ProcessIdentity(row.pid, row.start_ticks, boot_id())
+
+
+def _survey(choose: Choose, with_segments: bool) -> Survey:
+    rows = choose(read_table(), read_tag)
+    segments: set[str] = set()
+    if with_segments:
+        for row in rows:
+            segments |= mapped_segments(row.pid)
+    return Survey(tuple(rows), frozenset(segments))
+
+
+def _describe(row: ProcessRow) -> str:
+    try:
+        waits_in = Path(f"/proc/{row.pid}/wchan").read_text(encoding="ascii").strip("\0\n0")
+    except OSError:
+        waits_in = ""
+    where = f", waits in {waits_in}" if waits_in else ""
+    return f"pid {row.pid} ({row.name}) in state {row.state}{where}"

@@ -1,0 +1,53 @@
+"""Segments in /dev/shm that killed processes leave behind.
+
+Python's multiprocessing names them psm_* and sem.mp-*; a process that exits by itself unlinks
+them, one that is killed cannot. Only names that a process of the tree was seen to map are ever
+removed: /dev/shm may be shared with processes that this one cannot see.
+"""
+
+import os
+from pathlib import Path
+from typing import Final
+
+SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's place, not a temporary file
+_PREFIXES: Final = ("psm_", "sem.mp-")
+
+
+def mapped_segments(pid: int) -> frozenset[str]:
+    """Names under /dev/shm that the process maps and that multiprocessing made."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_bytes()
+    except OSError:
+        return frozenset()
+    if SHARED_MEMORY.encode() not in maps:
+        return frozenset()
+    names = (_segment_in(line) for line in maps.splitlines())
+    return frozenset(name for name in names if name is not None)
+
+
+def unlink_unused(names: frozenset[str]) -> tuple[str, ...]:
+    """Remove those segments that no live process maps; returns the names removed, sorted."""
+    present = [name for name in sorted(names) if os.path.lexists(f"{SHARED_MEMORY}/{name}")]
+    if not present:
+        return ()
+    in_use: set[str] = set()
+    for pid in os.listdir("/proc"):  # noqa: PTH208 - thousands of entries
+        if pid.isdigit():
+            in_use |= mapped_segments(int(pid))
+    return tuple(name for name in present if name not in in_use and _unlink(name))
+
+
+def _segment_in(line: bytes) -> str | None:
+    _, found, name = line.partition(f"{SHARED_MEMORY}/".encode())
+    if not found or name.endswith(b" (deleted)"):
+        return None
+    text = os.fsdecode(name)
+    return text if text.startswith(_PREFIXES) and "/" not in text else None
+
+
+def _unlink(name: str) -> bool:
+    try:
+        Path(SHARED_MEMORY, name).unlink()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,212 @@
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from control_world import PROBE_LOGPROBS, RandomWorld
+from libra.ids import ChildId, InstanceId
+from libra_supervisor import events
+from libra_supervisor.loop.cycle import Phase
+
+A, B = InstanceId("vllm-0"), InstanceId("vllm-1")
+
+
+def started(**knobs) -> RandomWorld:
+    world = RandomWorld(**knobs)
+    world.boot()
+    return world
+
+
+def run_until(world: RandomWorld, rng: Random, condition) -> None:
+    for _ in range(5000):
+        if condition(world):
+            return
+        assert world.step(rng), "nothing is left to happen"
+    raise AssertionError("it never came to that")
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    total=st.integers(1, 6),
+    sync=st.integers(1, 3),
+    save=st.integers(0, 3),
+    slack=st.integers(0, 2),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_run_without_faults_trains_every_step_once_within_the_staleness_bound(
+    seed, total, sync, save, slack
+):
+    # At least sync_interval - 1, else nothing could ever be trained.
+    bound = sync - 1 + slack
+    world = started(total_steps=total, sync_interval=sync, save_interval=save, offpolicyness=bound)
+    world.run(Random(seed))
+    assert world.ended is not None, world.control.cycle.phase
+    assert world.ended.exit_code == 0
+    assert [step for _, step, _ in world.trained] == list(range(1, total + 1))
+    assert max(lag for _, _, lag in world.trained) <= bound
+    assert [w.record.step for w in world.written] == list(range(1, total + 1))
+    assert total in world.checkpoints
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    faults=st.lists(
+        st.tuples(st.integers(1, 120), st.sampled_from(["a", "b", "gang"])), max_size=6
+    ),
+    failures=st.floats(0.0, 0.15),
+)
+@settings(max_examples=120, deadline=None)
+def test_with_engines_and_gangs_dying_at_any_moment_every_step_is_still_trained(
+    seed, faults, failures
+):
+    rng = Random(seed)
+    world = started(total_steps=4, save_interval=1)
+    world.failure_chance = failures
+    for wait, fault in faults:
+        for _ in range(wait):
+            if not world.step(rng):
+                break
+        if world.ended is not None:
+            break
+        if fault == "gang":
+            world.lose_gang()
+        else:
+            world.kill_process(A if fault == "a" else B)
+    world.run(rng)
+    assert world.ended is not None, world.control.cycle.phase
+    if world.ended.exit_code == 4:
+        # The one legal failure: a batch of reloads that lost every engine (design decision 9).
+        assert {"a", "b"} <= {fault for _, fault in faults}
+        assert "0 rollout GPUs; 1 are needed" in world.ended.reason
+        return
+    assert world.ended.exit_code == 0, world.ended.reason
+    # The weights of the last attempt at each step are the ones that count: no step is missing.
+    final = {}
+    for attempt, step, lag in world.trained:
+        final[step] = attempt
+        assert lag <= world.offpolicyness
+    assert sorted(final) == [1, 2, 3, 4]
+    assert list(final.values()) == sorted(final.values())
+
+
+@pytest.mark.case("T-B59")
+def test_with_no_slack_every_batch_is_exactly_on_policy():
+    world = started(total_steps=5, offpolicyness=0)
+    world.run(Random(1))
+    assert {lag for _, _, lag in world.trained} == {0}
+
+
+@pytest.mark.case("T-B59")
+def test_one_version_of_slack_is_used_but_never_exceeded():
+    world = started(total_steps=8, offpolicyness=1)
+    world.run(Random(3))
+    assert max(lag for _, _, lag in world.trained) == 1
+
+
+@pytest.mark.case("T-B47")
+def test_after_a_lost_gang_no_burst_of_stale_work_is_let_in():
+    rng = Random(7)
+    world = started(total_steps=12, save_interval=1)
+    run_until(world, rng, lambda w: 9 in w.checkpoints)
+    world.lose_gang()
+    world.run(rng)
+    assert world.ended is not None
+    assert max(lag for _, _, lag in world.trained) <= 1
+
+
+@pytest.mark.case("R-B86")
+def test_an_engine_that_restarts_catches_up_before_it_is_routed_to():
+    rng = Random(5)
+    world = started(total_steps=30)
+    run_until(world, rng, lambda w: w.control.cycle.step == 3)
+    run_until(world, rng, lambda w: w.control.cycle.phase is Phase.COLLECTING)
+    world.kill_process(A)
+    assert A not in world.routes
+    run_until(world, rng, lambda w: A in w.routes)
+    assert world.processes[A].version == world.control.publication.committed
+
+
+def test_an_engine_whose_probe_disagrees_a_lot_ends_the_run_with_exit_code_6():
+    world = started(probe_logprobs_of=lambda i: (-1.0, -2.5) if i == B else PROBE_LOGPROBS)
+    world.run(Random(0))
+    assert world.ended is not None
+    assert world.ended.exit_code == 6
+    assert "differ by 0.5" in world.ended.reason
+
+
+def test_a_run_over_a_fixed_number_of_epochs_ends_when_no_batch_can_be_filled():
+    world = started(total_steps=None, epochs=2)
+    world.run(Random(2))
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    # Two epochs of 5 prompts make 10 groups; a batch takes 2.
+    assert len(world.trained) == 5
+
+
+def test_an_engine_given_up_below_the_minimum_ends_the_run_with_its_first_cause():
+    world = started(min_rollout_gpus=2)
+    gave_up = events.ChildGaveUp(
+        ChildId(A), "5 restarts in 600 s", "killed by SIGKILL", 6, ("last words",), 1.0
+    )
+    world.post(gave_up)
+    assert world.ended is not None
+    assert world.ended.exit_code == 4
+    assert "First cause: killed by SIGKILL" in world.ended.reason
+    assert "last words" in world.ended.reason
+
+
+def test_the_pool_goes_on_without_an_engine_while_the_minimum_holds():
+    rng = Random(4)
+    world = started(total_steps=3)
+    run_until(world, rng, lambda w: w.control.cycle.step == 1)
+    process = world.processes.pop(A)
+    world.pending = [e for e in world.pending if getattr(e, "instance_id", None) != A]
+    for event in (
+        events.ChildExited(
+            child_id=ChildId(A), incarnation=process.incarnation, exit_code=0, signal=None,
+            asked_for=False, reason="exited with code 0", last_lines=(), at=1.0,
+        ),
+        events.ChildGaveUp(ChildId(A), "too often", "exited with code 0", 6, (), 1.0),
+    ):  # fmt: skip
+        world.post(event)
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+
+
+@pytest.mark.case("T-B80")
+def test_a_second_stop_ends_at_once_with_130():
+    rng = Random(6)
+    world = started(total_steps=9)
+    run_until(world, rng, lambda w: w.control.cycle.phase is Phase.TRAINING)
+    world.post(events.StopRequested("SIGINT", now=False, exit_code=130))
+    assert world.ended is None
+    world.post(events.StopRequested("SIGINT", now=True))
+    assert world.ended is not None
+    assert world.ended.exit_code == 130
+
+
+def test_one_stop_saves_the_step_that_was_being_trained():
+    rng = Random(6)
+    world = started(total_steps=9, save_interval=0)
+    run_until(world, rng, lambda w: w.control.cycle.phase is Phase.TRAINING)
+    step = world.control.cycle.step + 1
+    world.post(events.StopRequested("SIGTERM", now=False))
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert list(world.checkpoints) == [step]
+
+
+def test_a_drained_engine_gets_no_work_and_comes_back_when_undrained():
+    rng = Random(8)
+    world = started(total_steps=20)
+    run_until(world, rng, lambda w: len(w.routes) == 2)
+    world.post(events.DrainRequested(A, drain=True))
+    assert list(world.routes) == [B]
+    run_until(world, rng, lambda w: w.control.cycle.step == 2)
+    assert A not in world.routes
+    run_until(world, rng, lambda w: w.control.cycle.phase is Phase.COLLECTING)
+    world.post(events.DrainRequested(A, drain=False))
+    assert set(world.routes) == {A, B}

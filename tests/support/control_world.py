@@ -1,0 +1,422 @@
+"""A world for `Control`: carries out its commands in any order, with faults, and keeps the truth.
+
+The truth (which process holds which weights, what the ranks trained and saved) is kept here from
+the commands alone, never read back from the machines under test. Everything that could happen next
+waits in `pending`; `step(rng)` lets one of it happen.
+"""
+
+from collections.abc import Callable
+from random import Random
+
+import msgspec
+
+from libra.config.weights import WeightsConfig
+from libra.ids import (
+    ChildId,
+    GroupId,
+    Incarnation,
+    InstanceId,
+    PolicyVersion,
+    PromptId,
+    RunId,
+)
+from libra.pools.pool import RolloutPool
+from libra.rollouts.accounts import BufferLimits
+from libra.rollouts.group import AdmittedGroup, PromptRef
+from libra.rollouts.trajectory import SampleFailed, Trajectory
+from libra.weights.judge import judge_acks
+from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest, VersionSpan
+from libra.wire.rank import (
+    AcksJudged,
+    CheckpointSaved,
+    JudgeAcks,
+    StepTrained,
+    TrainMetrics,
+    WeightsExported,
+)
+from libra_supervisor import events
+from libra_supervisor.loop import commands, cycle
+from libra_supervisor.loop.control import Control, Policy
+from libra_supervisor.loop.moment import Moment
+from libra_supervisor.loop.publication import Publication, Terms
+from libra_supervisor.loop.rollout_desk import RolloutDesk
+
+RUN = RunId("run")
+PROBE = (1, 2, 3)
+PROBE_LOGPROBS = (-1.0, -2.0)
+METRICS = TrainMetrics(
+    loss=0.0,
+    grad_norm=1.0,
+    entropy=1.0,
+    clip_fraction=0.0,
+    kl_mismatch=0.0,
+    ratio_mean=1.0,
+    learning_rate=1e-3,
+    num_tokens=8,
+    num_optimizer_steps=1,
+    num_skipped_steps=0,
+    recompute_s=0.1,
+    train_s=0.2,
+    peak_memory_bytes=0,
+)
+
+
+class ListCursor:
+    """Prompts 0, 1, 2, ... for `epochs` rounds over `num_prompts`; None goes on for ever."""
+
+    def __init__(self, num_prompts: int = 5, epochs: int | None = None) -> None:
+        self.num_prompts = num_prompts
+        self._epochs = epochs
+        self._visit = 0
+
+    def next(self) -> PromptRef | None:
+        epoch, row = divmod(self._visit, self.num_prompts)
+        if self._epochs is not None and epoch >= self._epochs:
+            return None
+        self._visit += 1
+        return PromptRef(PromptId(f"p{row}"), row, epoch)
+
+    def dump(self) -> bytes:
+        return str(self._visit).encode()
+
+    def restore(self, state: bytes) -> None:
+        self._visit = int(state)
+
+
+class Process(msgspec.Struct, kw_only=True):
+    """One engine process as it really is."""
+
+    incarnation: Incarnation
+    version: PolicyVersion | None
+    manifest_hash: str | None
+    answers: bool = False
+
+
+class World:
+    """Two engines and a gang, driven by `control`'s commands."""
+
+    def __init__(  # noqa: PLR0913 - each is a knob of a scenario
+        self,
+        *,
+        total_steps: int | None = 4,
+        sync_interval: int = 1,
+        save_interval: int = 2,
+        offpolicyness: float = 1.0,
+        num_instances: int = 2,
+        min_rollout_gpus: int = 1,
+        epochs: int | None = None,
+        probe_logprobs_of: Callable[[InstanceId], tuple[float, ...]] = lambda _: PROBE_LOGPROBS,
+    ) -> None:
+        self.now = 0.0
+        self.pending: list[events.Event] = []
+        self.routes: dict[InstanceId, PolicyVersion] = {}
+        self.processes: dict[InstanceId, Process] = {}
+        self.checkpoints: dict[int, bytes] = {}
+        self.trained: list[tuple[int, int, int]] = []
+        """(attempt, step, worst staleness) of every batch sent to the ranks."""
+
+        self.written: list[commands.WriteStep] = []
+        self.reloads: list[commands.WriteReload] = []
+        self.said: list[commands.Say] = []
+        self.ended: commands.EndRun | None = None
+        self.attempt = 0
+        self.gang_version: PolicyVersion | None = None
+        self.open_groups: dict[GroupId, AdmittedGroup] = {}
+        self.offpolicyness = offpolicyness
+        self._births = 0
+        self._probe_logprobs_of = probe_logprobs_of
+        self._ids = [InstanceId(f"vllm-{k}") for k in range(num_instances)]
+        pool = RolloutPool([(i, 1) for i in self._ids], now=0.0)
+        limits = BufferLimits(
+            n_samples=2,
+            batch_size=4,
+            max_concurrent=16,
+            max_head_offpolicyness=offpolicyness,
+            last_step=total_steps,
+        )
+        terms = Terms(
+            run_id=RUN,
+            weights=WeightsConfig(sync_interval=sync_interval or 1),
+            min_rollout_gpus=min_rollout_gpus,
+            probe_token_ids=PROBE,
+            probe_tolerance=1e-3,
+        )
+        self.control = Control(
+            cycle_machine=cycle.Cycle(
+                cycle.Limits(
+                    total_steps=total_steps,
+                    sync_interval=sync_interval,
+                    save_interval=save_interval,
+                )
+            ),
+            pool=pool,
+            desk=RolloutDesk(limits, ListCursor(epochs=epochs)),
+            publication=Publication(terms, pool),
+            policy=Policy(min_rollout_gpus=min_rollout_gpus, publishes=sync_interval > 0),
+        )
+
+    def boot(self) -> None:
+        for instance_id in self._ids:
+            self.start_process(instance_id)
+        self.start_gang()
+
+    def post(self, event: events.Event) -> None:
+        """Let `event` happen now."""
+        self.now += 0.01
+        for command in self.control.on_event(event, Moment(self.now, int(self.now * 1e9))):
+            self._carry_out(command)
+
+    def step(self, rng: Random) -> bool:
+        """Let one pending thing happen; False when nothing is pending."""
+        if not self.pending or self.ended is not None:
+            return False
+        self.post(self.pending.pop(rng.randrange(len(self.pending))))
+        return True
+
+    def run(self, rng: Random, *, most: int = 5000) -> None:
+        """Until the run ends or nothing is left to happen."""
+        for _ in range(most):
+            if not self.step(rng):
+                return
+        raise AssertionError("the run neither ends nor waits")
+
+    # Faults
+
+    def start_gang(self) -> None:
+        self.attempt += 1
+        step = max(self.checkpoints, default=0)
+        self.gang_version = PolicyVersion(step)
+        self.post(events.CheckpointChosen(self.attempt, step, self.checkpoints.get(step)))
+        self.pending.append(events.GangReady(self.attempt, step, 100))
+
+    def lose_gang(self) -> None:
+        self.pending = [e for e in self.pending if not isinstance(e, events.RankSaid)]
+        self.gang_version = None
+        self.post(events.GangLost(self.attempt, "rank 1 killed by SIGKILL"))
+        if self.ended is None:
+            self.start_gang()
+
+    def kill_process(self, instance_id: InstanceId) -> None:
+        process = self.processes.pop(instance_id, None)
+        if process is None:
+            return
+        self.pending = [e for e in self.pending if not self._is_of(e, process.incarnation)]
+        self.post(
+            events.ChildExited(
+                child_id=ChildId(instance_id),
+                incarnation=process.incarnation,
+                exit_code=None,
+                signal=9,
+                asked_for=False,
+                reason="killed by SIGKILL",
+                last_lines=(),
+                at=self.now,
+            )
+        )
+        self.start_process(instance_id)
+
+    def start_process(self, instance_id: InstanceId) -> None:
+        self._births += 1
+        incarnation = Incarnation(f"{instance_id}-{self._births}")
+        self.processes[instance_id] = Process(
+            incarnation=incarnation, version=PolicyVersion(0), manifest_hash=None
+        )
+        child = ChildId(instance_id)
+        self.post(
+            events.ChildStarted(
+                child_id=child, pid=1, start_ticks=self._births, incarnation=incarnation, at=0.0
+            )
+        )
+        self.pending.append(events.ChildReady(child, incarnation, 1.0, self.now))
+
+    # Effects
+
+    def _carry_out(self, command: commands.Command) -> None:  # noqa: C901, PLR0912, PLR0915
+        match command:
+            case commands.PrepareExport(version):
+                assert version == self.gang_version
+                self._rank_says(
+                    WeightsExported(
+                        version, f"/w/v{version}", f"hash-{self.attempt}-{version}",
+                        PROBE_LOGPROBS, 0.1,
+                    )
+                )  # fmt: skip
+            case commands.CheckExport(version, _, manifest_hash):
+                self.pending.append(events.ExportChecked(version, manifest_hash, ""))
+            case commands.TellRankZero(JudgeAcks(request, acks)):
+                self._rank_says(self._judge(request, acks))
+            case commands.SendBatch(step, groups):
+                self._train(step, groups)
+            case commands.SaveRun(step, state):
+                self.checkpoints[step] = state
+                self._rank_says(CheckpointSaved(step, f"/c/{step}", 0.1))
+            case commands.SendReload(instance_id, incarnation, request):
+                self._reload(instance_id, incarnation, request)
+            case commands.AskInstance(instance_id, incarnation):
+                self._answer(instance_id, incarnation)
+            case commands.RouteTo(instance_id, incarnation, version):
+                process = self.processes[instance_id]
+                assert process.incarnation == incarnation
+                assert process.version == version, "routed to weights it does not hold"
+                self.routes[instance_id] = version
+            case commands.Unroute(instance_id, _):
+                self.routes.pop(instance_id, None)
+            case commands.ReplaceInstance(instance_id, _):
+                self.kill_process(instance_id)
+            case commands.StartGroup(group):
+                self.open_groups[group.group_id] = group
+                for index in range(group.n_samples):
+                    self.pending.append(events.SampleStarted(group.group_id, index))
+                    self._sample(group, index)
+            case commands.CancelGroup(group_id):
+                self._drop_samples({group_id})
+            case commands.CancelAllGroups():
+                self._drop_samples(set(self.open_groups))
+            case commands.WriteStep():
+                self.written.append(command)
+            case commands.WriteReload():
+                self.reloads.append(command)
+            case commands.Say():
+                self.said.append(command)
+            case commands.EndRun():
+                assert self.ended is None
+                self.ended = command
+            case commands.KnowInstance() | commands.RetireVersions() | commands.TellRanks():
+                pass
+
+    def _rank_says(self, said) -> None:
+        self.pending.append(events.RankSaid(self.attempt, said))
+
+    def _judge(self, request: ReloadRequest, acks: tuple[ReloadAck, ...]) -> AcksJudged:
+        return judge_acks(
+            request, acks, trainer_probe_logprobs=PROBE_LOGPROBS, probe_tolerance=1e-3
+        )
+
+    def _train(self, step, groups) -> None:
+        assert self.gang_version is not None
+        consumed_at = self.gang_version
+        assert step == consumed_at + 1
+        lags = [consumed_at - t.oldest_version for g in groups for t in g.trajectories]
+        self.trained.append((self.attempt, step, max(lags)))
+        self.gang_version = PolicyVersion(step)
+        self._rank_says(StepTrained(0, step, METRICS))
+        self._rank_says(StepTrained(1, step, None))
+
+    def _reload(self, instance_id, incarnation, request: ReloadRequest) -> None:
+        process = self.processes.get(instance_id)
+        if process is None or process.incarnation != incarnation:
+            self.pending.append(
+                events.ReloadAnswered(instance_id, incarnation, request.nonce, None, "reset")
+            )
+            return
+        process.version = request.policy_version
+        process.manifest_hash = request.manifest_hash
+        ack = ReloadAck(
+            instance_id=instance_id,
+            incarnation=incarnation,
+            run_id=request.run_id,
+            nonce=request.nonce,
+            policy_version=request.policy_version,
+            method="inplace",
+            strategy="parallel",
+            lock_wait_s=0.0,
+            process_stop_s=0.0,
+            model_load_s=0.1,
+            total_s=0.2,
+            manifest_hash=request.manifest_hash,
+            verified=("manifest", "files", "load", "probe"),
+            probe_logprobs=self._probe_logprobs_of(instance_id),
+        )
+        self.pending.append(events.ReloadAnswered(instance_id, incarnation, request.nonce, ack, ""))
+
+    def _answer(self, instance_id, incarnation) -> None:
+        process = self.processes[instance_id]
+        if process.incarnation != incarnation:
+            return
+        state = InstanceState(
+            instance_id=instance_id,
+            incarnation=incarnation,
+            run_id=RUN,
+            policy_version=process.version,
+            is_paused=False,
+            manifest_hash=process.manifest_hash,
+        )
+        self.pending.append(
+            events.InstanceAnswered(instance_id, incarnation, "http://x", state, None)
+        )
+
+    def _sample(self, group: AdmittedGroup, index: int) -> None:
+        """The sample's end waits in `pending` behind its start, as a closure over the routes."""
+        self.pending.append(_Generate(group, index))
+
+    def _drop_samples(self, groups: set[GroupId]) -> None:
+        self.pending = [e for e in self.pending if getattr(e, "group_id", None) not in groups]
+        for group_id in groups:
+            self.open_groups.pop(group_id, None)
+
+    def _is_of(self, event, incarnation: Incarnation) -> bool:
+        return getattr(event, "incarnation", None) == incarnation
+
+
+class _Generate(msgspec.Struct, frozen=True):
+    """Not an event: a sample that is about to be answered by whoever is routed to."""
+
+    group: AdmittedGroup
+    index: int
+
+    @property
+    def group_id(self) -> GroupId:
+        return self.group.group_id
+
+
+def trajectory(group: AdmittedGroup, index: int, version: PolicyVersion, reward: float):
+    return Trajectory(
+        trajectory_id=group.trajectory_id(index),
+        prompt_id=group.prompt.prompt_id,
+        group_id=group.group_id,
+        sample_index=index,
+        token_ids=(1, 2, 3),
+        loss_mask=(0, 1, 1),
+        rollout_logprobs=(0.0, -1.0, -1.0),
+        version_spans=(VersionSpan(version, 1, 3),),
+        num_prompt_tokens=1,
+        finish_reason="stop",
+        reward=reward,
+        instance_ids=(),
+    )
+
+
+class RandomWorld(World):
+    """Samples are answered by a routed engine, with the version it holds at that moment."""
+
+    failure_chance = 0.0
+
+    def step(self, rng: Random) -> bool:
+        if self.ended is not None or not self.pending:
+            return False
+        ready = [i for i, e in enumerate(self.pending) if self._can_happen(e)]
+        if not ready:
+            return False
+        event = self.pending.pop(rng.choice(ready))
+        if not isinstance(event, _Generate):
+            self.post(event)
+            return True
+        group, index = event.group, event.index
+        if rng.random() < self.failure_chance:
+            failed = SampleFailed("engine", "connection reset")
+            self.post(events.SampleGaveUp(group.group_id, index, failed))
+        else:
+            version = self.routes[rng.choice(sorted(self.routes))]
+            done = trajectory(group, index, version, float(rng.random() < 0.5))
+            self.post(events.SampleFinished(done))
+        return True
+
+    def _can_happen(self, event: object) -> bool:
+        if not isinstance(event, _Generate):
+            return True
+        has_started = not any(
+            isinstance(e, events.SampleStarted)
+            and (e.group_id, e.sample_index) == (event.group.group_id, event.index)
+            for e in self.pending
+        )
+        return has_started and bool(self.routes)

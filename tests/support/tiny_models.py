@@ -1,0 +1,96 @@
+"""Tiny real models in Hugging Face format, made from a seed."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+BASE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 250,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "torch_dtype": "float32",
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+    "qwen2_tied": {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "tie_word_embeddings": True,
+    },
+    "llama_tied": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 50000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "qwen3": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    },
+}
+
+
+def make_tiny_model(directory: Path, kind: str, *, seed: int = 7, **changes: Any) -> Path:
+    """Write config.json and model.safetensors (float32, normal weights) of one of `KINDS`."""
+    config = BASE | KINDS[kind] | changes
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config)))
+    (directory / "generation_config.json").write_text('{"do_sample": true}')
+    (directory / "tokenizer_config.json").write_text("{}")
+    save_file(_weights(config, seed), directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def _weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.08
+
+    hidden, ffn = config["hidden_size"], config["intermediate_size"]
+    head_dim = config.get("head_dim", hidden // config["num_attention_heads"])
+    rows = {
+        "q": config["num_attention_heads"] * head_dim,
+        "k": config["num_key_value_heads"] * head_dim,
+        "v": config["num_key_value_heads"] * head_dim,
+    }
+    weights = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden)}
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}."
+        for letter, count in rows.items():
+            weights[f"{layer}self_attn.{letter}_proj.weight"] = normal(count, hidden)
+            if config["model_type"] == "qwen2":
+                weights[f"{layer}self_attn.{letter}_proj.bias"] = normal(count)
+        if config["model_type"] == "qwen3":
+            weights[f"{layer}self_attn.q_norm.weight"] = 1 + normal(head_dim)
+            weights[f"{layer}self_attn.k_norm.weight"] = 1 + normal(head_dim)
+        weights[f"{layer}self_attn.o_proj.weight"] = normal(hidden, rows["q"])
+        weights[f"{layer}mlp.gate_proj.weight"] = normal(ffn, hidden)
+        weights[f"{layer}mlp.up_proj.weight"] = normal(ffn, hidden)
+        weights[f"{layer}mlp.down_proj.weight"] = normal(hidden, ffn)
+        weights[f"{layer}input_layernorm.weight"] = 1 + normal(hidden)
+        weights[f"{layer}post_attention_layernorm.weight"] = 1 + normal(hidden)
+    weights["model.norm.weight"] = 1 + normal(hidden)
+    if not config["tie_word_embeddings"]:
+        weights["lm_head.weight"] = normal(config["vocab_size"], hidden)
+    return weights

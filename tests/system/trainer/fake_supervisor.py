@@ -1,0 +1,177 @@
+"""The supervisor's end of the rank links, and torchrun, for tests of whole trainer processes."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from libra.config.load import dump_resolved
+from libra.config.run import RunConfig
+from libra.wire.framing import FrameDecoder, encode_frame
+from libra.wire.rank import Heartbeat, Hello, RankCommand, RankEvent, RankFailed
+
+REPOSITORY = Path(__file__).parents[3]
+START_TIMEOUT_S = 120.0
+E = TypeVar("E")
+
+
+class RankConnection:
+    """One rank's socket: every event in order, heartbeats apart."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._stream = stream
+        self._decoder = FrameDecoder()
+        self._events: list[RankEvent] = []
+        self.heartbeats: list[Heartbeat] = []
+        self.failure: RankFailed | None = None
+
+    def send(self, command: RankCommand) -> None:
+        self._stream.sendall(encode_frame(msgspec.msgpack.encode(command)))
+
+    def expect(self, kind: type[E], *, timeout_s: float = 60.0) -> E:
+        """The next event that is not a heartbeat, which must be a `kind`."""
+        deadline = time.monotonic() + timeout_s
+        while not self._events:
+            self._stream.settimeout(max(0.01, deadline - time.monotonic()))
+            chunk = self._stream.recv(1 << 20)
+            assert chunk, f"the rank closed its socket while {kind.__name__} was awaited"
+            for frame in self._decoder.feed(chunk):
+                event = msgspec.msgpack.decode(frame, type=RankEvent)
+                if isinstance(event, Heartbeat):
+                    self.heartbeats.append(event)
+                else:
+                    self._events.append(event)
+        event = self._events.pop(0)
+        assert isinstance(event, kind), event
+        return event
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class FakeSupervisor:
+    """Starts torchrun with `num_ranks` of libra.trainer and holds their links, by rank."""
+
+    def __init__(
+        self, config: RunConfig, run_dir: Path, num_ranks: int, *, restore: Path | None = None
+    ) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        resolved = run_dir / "config.resolved.json"
+        resolved.write_bytes(dump_resolved(config))
+        control = run_dir / "ranks.sock"
+        control.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(control))
+        self._listener.listen()
+        self._listener.settimeout(START_TIMEOUT_S)
+        self._num_ranks = num_ranks
+        self.links: dict[int, RankConnection] = {}
+        self.hellos: dict[int, Hello] = {}
+        self.log = run_dir / "trainer.log"
+        arguments = ["--config", str(resolved), "--run-dir", str(run_dir)]
+        if restore is not None:
+            arguments += ["--restore", str(restore)]
+        self.process = start_torchrun(
+            ["-m", "libra.trainer", *arguments],
+            num_ranks,
+            log=self.log,
+            environment={
+                "LIBRA_CONTROL": str(control),
+                "LIBRA_RUN_ID": "run-under-test",
+                "LIBRA_ATTEMPT": "1",
+            },
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for link in self.links.values():
+            link.close()
+        self._listener.close()
+        # The ranks end by themselves when their sockets close; torchrun then follows.
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if kind is not None:
+            print(self.log.read_text()[-5000:])
+
+    def accept_all(self) -> None:
+        """Wait until every rank has connected and said Hello."""
+        while len(self.links) < self._num_ranks:
+            link = RankConnection(self._listener.accept()[0])
+            hello = link.expect(Hello)
+            self.links[hello.rank], self.hellos[hello.rank] = link, hello
+
+    def send(self, command: RankCommand) -> None:
+        for link in self.links.values():
+            link.send(command)
+
+
+def start_torchrun(
+    arguments: list[str], num_ranks: int, *, log: Path, environment: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start ranks in their own session, their output in `log`."""
+    paths = [
+        REPOSITORY,
+        REPOSITORY / "supervisor",
+        REPOSITORY / "tests/support",
+        Path(__file__).parent,
+    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--max-restarts=0"]
+    command += [
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        f"--nproc-per-node={num_ranks}",
+    ]
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [*command, *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join(map(str, paths)),
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONWARNINGS": "ignore",
+            }
+            | (environment or {}),
+        )
+
+
+def run_ranks(script: str, num_ranks: int, *arguments: Any, log: Path) -> str:
+    """Run a script of this directory under torchrun to its end; returns its output."""
+    path = Path(__file__).parent / script
+    process = start_torchrun([str(path), *map(str, arguments)], num_ranks, log=log)
+    with stopped_at_exit(process):
+        code = process.wait(timeout=180)
+    output = log.read_text()
+    assert code == 0, output[-6000:]
+    return output
+
+
+@contextmanager
+def stopped_at_exit(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(timeout=40)
