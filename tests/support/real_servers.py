@@ -136,13 +136,15 @@ class RealServer:
                     found.append(int(path.parent.name))
         return found
 
+    def commands_of(self, pids: list[int]) -> list[str]:
+        return [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids]
+
     async def until_gone(self, *, grace_s: float = 5.0) -> None:
         """Helpers of Python's own end a moment after the server; nothing may end later."""
         with anyio.move_on_after(grace_s):
             while self.session_pids():
                 await clock.sleep(0.1)
-        left = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in self.session_pids()}
-        assert left == {}
+        assert self.commands_of(self.session_pids()) == []
 
     def terminate(self) -> int:
         """SIGTERM the server alone, as the supervisor does; returns its exit code."""
