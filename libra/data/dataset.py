@@ -43,7 +43,7 @@ class PromptDataset:
         the rules, and when no row is left.
         """
         self._source = source
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._fields = fields
         self.bad_rows: tuple[BadRow, ...]
         self.long_rows: tuple[BadRow, ...]
@@ -97,7 +97,7 @@ class PromptDataset:
             return record
         prompt_id = PromptId(f"row-{row}")
         try:
-            return task_of(record, prompt_id, fields=self._fields, tokenizer=self._tokenizer)
+            return task_of(record, prompt_id, fields=self._fields, tokenizer=self.tokenizer)
         except RowRefusedError as error:
             return BadRow(self._source.location(row), str(error))
 

@@ -7,7 +7,7 @@ from libra.config.hardware import HardwareConfig
 # Shares of the data-sheet rate. Matrix products: Megatron-Core on one H200, where one token more
 # of a 1.78 B model costs 23.3 us, half the bfloat16 peak with the logits' traffic (decision 0008).
 # NCCL's share is the usual bus bandwidth of a large all-reduce. Calibration corrects all of them.
-_MATMUL_SHARE = 0.46
+_MATMUL_SHARE = 0.48
 _PREFILL_SHARE = 0.55
 _MEMORY_SHARE = 0.75
 _LINK_SHARE = 0.75

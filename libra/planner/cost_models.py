@@ -6,10 +6,13 @@ from libra.config.hardware import HardwareConfig
 from libra.config.model_arch import ModelArchConfig
 from libra.config.run import RunConfig
 from libra.errors import ConfigError
+from libra.models.architecture import architecture_of
 from libra.models.hardware import DeviceRates, device_rates
+from libra.models.kv_capacity import GIB
+from libra.models.kv_capacity import RolloutMemory as EngineMemory
 from libra.planner.calibration import Calibration
 from libra.planner.instance_cost import InstanceModel
-from libra.planner.memory import GIB, RolloutMemory, TrainMemory
+from libra.planner.memory import RolloutMemory, TrainMemory
 from libra.planner.train_cost import TrainModel
 
 _BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -33,10 +36,14 @@ def cost_models(config: RunConfig, calibration: Calibration) -> CostModels:
     dtype = training.train_dtype if rollout.rollout_dtype == "auto" else rollout.rollout_dtype
     scheduling = config.heterogeneous_rollout.scheduling
     rollout_memory = RolloutMemory(
-        arch=arch,
-        rollout=rollout,
-        reserve_bytes=int(scheduling.kv_activation_reserve_gib * GIB),
-        capacity_bytes=hardware.memory_bytes,
+        arch=architecture_of(arch),
+        engine=EngineMemory(
+            device_bytes=hardware.memory_bytes,
+            utilization_fraction=rollout.gpu_memory_utilization,
+            activation_reserve_bytes=int(scheduling.kv_activation_reserve_gib * GIB),
+            kv_cache_bytes=rollout.rollout_kv_cache_bytes,
+        ),
+        max_model_len=rollout.max_model_len,
         dtype_bytes=_BYTES_OF[dtype],
     )
     return CostModels(

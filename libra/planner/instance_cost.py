@@ -9,7 +9,7 @@ from libra.models.flops import (
     layer_token_flops,
 )
 from libra.models.hardware import DeviceRates
-from libra.models.kv_bytes import kv_bytes_per_token
+from libra.models.kv_capacity import kv_bytes_per_token
 from libra.models.parameters import embedding_parameters, expert_parameters, layer_parameters
 from libra.planner.calibration import Calibration
 from libra.planner.memory import RolloutMemory
@@ -63,7 +63,7 @@ class InstanceModel(msgspec.Struct, frozen=True, kw_only=True):
             num_free_sequences=int(full_read_s / compute_s),
             token_s=decode * (_SEQUENCE_STEP_S + self._collective_token_s(tp)),
             cached_token_s=decode
-            * kv_bytes_per_token(self.arch, tp=tp, dtype_bytes=dtype_bytes)
+            * kv_bytes_per_token(self.memory.arch, tp=tp, kv_dtype_bytes=dtype_bytes)
             / bandwidth,
             prompt_token_s=prefill * (compute_s + self._collective_token_s(tp)),
             prompt_square_s=prefill

@@ -4,7 +4,7 @@ Training follows Megatron-Core without Transformer Engine: parameters in the tra
 float32 main gradients, float32 main weights and two Adam moments. Activations are counted tensor
 by tensor for a gated MLP and flash attention, in the manner of Korthikanti et al. 2022. Checked
 against a measured peak (docs/decisions/0008-planner-cost-model.md): 1.78 B parameters, micro-batch
-2 and 4 of 4096 tokens, 56 and 82 GiB measured, 55.6 and 81.3 GiB here.
+2 and 4 of 4096 tokens, 56 and 82 GiB measured, 56.4 and 82.1 GiB here.
 """
 
 from typing import Literal, TypeAlias
@@ -13,20 +13,19 @@ import msgspec
 
 from libra.config.model_arch import ModelArchConfig
 from libra.config.planning import PlannerConfig
-from libra.config.rollout import RolloutConfig
 from libra.config.training import MegatronConfig, TrainingConfig
-from libra.models.kv_bytes import kv_bytes_per_token
+from libra.models.architecture import Architecture, num_parameters
+from libra.models.kv_capacity import GIB, kv_bytes_per_token, kv_capacity_tokens
+from libra.models.kv_capacity import RolloutMemory as EngineMemory
 from libra.models.parameters import (
     attention_width,
     embedding_parameters,
     key_value_width,
-    layer_parameters,
     rank_parameters,
 )
 from libra.planner.calibration import Calibration
 from libra.planner.train_layout import TrainLayout
 
-GIB = 2**30
 _MAIN_WEIGHT, _MOMENTS, _MAIN_GRADIENT = 4, 8, 4
 _PRECISION_AWARE_STATE = 2 + 2 + 2
 """Bytes with the precision-aware optimizer: the 16 bits that bfloat16 weights lack, and two
@@ -100,6 +99,11 @@ class TrainMemory(msgspec.Struct, frozen=True, kw_only=True):
             bytes_of={**static, **dynamic, **margin}, capacity_bytes=self.capacity_bytes
         )
 
+    def recompute_peak_bytes(self, layout: TrainLayout) -> tuple[int, int]:
+        """(static, whole) bytes expected at the peak of recompute-logprobs, margin not counted."""
+        static = sum(self._static_bytes(layout).values())
+        return static, static + sum(self._recompute_bytes(layout).values())
+
     def _static_bytes(self, layout: TrainLayout) -> dict[Item, int]:
         dense, experts = rank_parameters(self.arch, tp=layout.tp, pp=layout.pp, ep=layout.ep)
         shards = layout.cp * layout.dp if self.megatron.megatron_use_distributed_optimizer else 1
@@ -138,15 +142,24 @@ class TrainMemory(msgspec.Struct, frozen=True, kw_only=True):
         working = 0.0
         if self.megatron.megatron_recompute_granularity == "full":
             working = self._layer_bytes_per_token(layout.tp)
-        logits = self._logits_bytes_per_token(layout.tp)
         first: dict[Item, int] = {
             "activations": round(ratio * tokens * (kept * layout.pp + working))
         }
         last: dict[Item, int] = {
             "activations": round(ratio * tokens * (kept + working)),
-            "logits": round(ratio * tokens * logits),
+            "logits": round(ratio * self._update_logits_bytes(layout)),
         }
         return max(first, last, key=lambda items: sum(items.values()))
+
+    def _update_logits_bytes(self, layout: TrainLayout) -> float:
+        """Logits of one chunk of rows, and the output layer's float32 gradient.
+
+        The trainer never has logits of more rows than recompute_micro_batch_size at once.
+        """
+        rows = min(layout.micro_batch_size, self.training.recompute_micro_batch_size)
+        tokens = rows * -(-self.max_model_len // layout.cp)
+        gradient = _MAIN_GRADIENT * embedding_parameters(self.arch) / layout.tp
+        return tokens * self._logits_bytes_per_token(layout.tp) + gradient
 
     def _recompute_bytes(self, layout: TrainLayout) -> dict[Item, int]:
         """A forward pass keeps one block's tensors; its logits are the reference page's formula."""
@@ -194,48 +207,34 @@ class TrainMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What the budget of a rollout worker depends on, apart from its TP degree."""
+    """What the budget of a rollout worker depends on, apart from its TP degree.
 
-    arch: ModelArchConfig
-    rollout: RolloutConfig
-    reserve_bytes: int
-    """Of each worker, for activations and CUDA graphs."""
+    Capacity is `libra.models.kv_capacity`'s, so planner and scheduler count on the same cache.
+    """
 
-    capacity_bytes: int
-    """Memory of one device."""
-
+    arch: Architecture
+    engine: EngineMemory
+    max_model_len: int
     dtype_bytes: int
 
     def budget(self, tp: int) -> MemoryBudget:
         """Weights, reserve and the cache of one sequence of max_model_len: vLLM's own demand."""
-        sequence = self.rollout.max_model_len * self._kv_bytes_per_token(tp)
+        per_token = kv_bytes_per_token(self.arch, tp=tp, kv_dtype_bytes=self.dtype_bytes)
         return MemoryBudget(
             bytes_of={
-                "weights": self.weight_bytes(tp),
-                "activation reserve": self.reserve_bytes,
-                "KV cache of one sequence": sequence,
+                "weights": num_parameters(self.arch) * self.dtype_bytes // tp,
+                "activation reserve": self.engine.activation_reserve_bytes,
+                "KV cache of one sequence": self.max_model_len * per_token,
             },
-            capacity_bytes=self._usable_bytes,
+            capacity_bytes=int(self.engine.device_bytes * self.engine.utilization_fraction),
         )
 
     def kv_capacity_tokens(self, tp: int) -> int:
         """Tokens the instance's cache holds; 0 when the weights leave no room."""
-        free = self.rollout.rollout_kv_cache_bytes
-        if not free:
-            free = self._usable_bytes - self.weight_bytes(tp) - self.reserve_bytes
-        return max(0, free // self._kv_bytes_per_token(tp))
-
-    def weight_bytes(self, tp: int) -> int:
-        """Of one worker: matrices are split, norms and router are not."""
-        layer = layer_parameters(self.arch)
-        split = self.arch.num_layers * (layer.sharded + layer.experts)
-        split += (1 if self.arch.tied_embeddings else 2) * embedding_parameters(self.arch)
-        whole = self.arch.num_layers * layer.replicated + self.arch.hidden_size
-        return (-(-split // tp) + whole) * self.dtype_bytes
-
-    @property
-    def _usable_bytes(self) -> int:
-        return int(self.capacity_bytes * self.rollout.gpu_memory_utilization)
-
-    def _kv_bytes_per_token(self, tp: int) -> int:
-        return kv_bytes_per_token(self.arch, tp=tp, dtype_bytes=self.dtype_bytes)
+        return kv_capacity_tokens(
+            self.arch,
+            self.engine,
+            tp=tp,
+            weight_dtype_bytes=self.dtype_bytes,
+            kv_dtype_bytes=self.dtype_bytes,
+        )

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from libra.models.kv_capacity import GIB
 from libra.planner.calibration import Calibration
 from libra.planner.layout import RolloutLayout
-from libra.planner.memory import GIB, MemoryBudget
+from libra.planner.memory import MemoryBudget
 from libra.planner.report import Option, PlanReport
 from libra.planner.search import format_tps
 

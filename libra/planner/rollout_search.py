@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from libra.config.arithmetic import VLLM_VOCABULARY_MULTIPLE, padded
 from libra.config.run import RunConfig
 from libra.planner.cost_models import CostModels
 from libra.planner.pruning import PruneLog
@@ -33,20 +34,25 @@ def _feasible(
 
 def _reason(tp: int, models: CostModels, most_gpus: int) -> str:
     """Why no instance can have this TP; empty when one may."""
-    heads = models.instance.arch.num_attention_heads
+    arch = models.instance.arch
+    width = arch.moe_intermediate_size if arch.num_experts else arch.intermediate_size
+    rows = padded(arch.vocab_size, VLLM_VOCABULARY_MULTIPLE)
     budget = models.rollout_memory.budget(tp)
     if tp > models.rates.gpus_per_node:
         return f"a node has {models.rates.gpus_per_node} GPUs"
     if tp > most_gpus:
         return f"{most_gpus} GPUs may serve"
-    if heads % tp:
-        return f"{heads} attention heads do not divide by it"
+    for what, size in (
+        ("attention heads", arch.num_attention_heads),
+        ("columns of the MLP", width),
+        ("padded words of the vocabulary", rows),
+    ):
+        if size % tp:
+            return f"{size} {what} do not divide by it"
     if not budget.fits:
         return str(budget)
-    tokens, needed = (
-        models.rollout_memory.kv_capacity_tokens(tp),
-        (models.rollout_memory.rollout.max_model_len),
-    )
+    tokens = models.rollout_memory.kv_capacity_tokens(tp)
+    needed = models.rollout_memory.max_model_len
     if tokens < needed:
         return f"the KV cache holds {tokens} tokens, one sequence may have {needed}"
     return ""

@@ -33,8 +33,12 @@ from libra.planner.train_layout import TrainLayout
 _LAUNCH_S_PER_LAYER = 150e-6
 """Forward kernels of one block launched from Python, about 40 at 4 us; backward twice that."""
 
-_LOGITS_PASSES = 8
-"""Reads and writes of a float32 logits row over forward and backward of the loss."""
+_LOGITS_PASSES = (3, 8)
+"""Reads and writes of a float32 logits row in the forward pass, and in the backward pass, which
+computes the row again."""
+
+_HEAD_PRODUCTS = (1, 3)
+"""Products of the output layer in the forward pass, and in the backward pass."""
 
 _OPTIMIZER_BYTES = 110
 """Per parameter and step. A fused Adam would move 30; unfused, with zeroing, norm, clipping and
@@ -72,20 +76,22 @@ class TrainWork:
         self._cut: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def micro_batches(self, dp: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, sum of squared lengths) of each micro-batch of the fullest rank.
+        """(tokens, sum of squared lengths) of the fullest rank's micro-batches, with padding.
 
         One mini-batch takes every k-th sequence by length. Ranks get equal counts and nearly equal
         tokens: the sorted sequences are dealt out forth and back, which leaves rank 0 the fullest.
+        Its rows are cut longest first, each micro-batch padded to its own longest row.
         """
         key = (dp, size)
         if key not in self._cut:
             mini_batch = self._sorted[:: self.num_mini_batches]
-            rows = np.arange(-(-len(mini_batch) // dp))
-            dealt = rows * dp + np.where(rows % 2 == 0, 0, dp - 1)
+            rounds = np.arange(-(-len(mini_batch) // dp))
+            dealt = rounds * dp + np.where(rounds % 2 == 0, 0, dp - 1)
             lengths = mini_batch[np.minimum(dealt, len(mini_batch) - 1)]
             starts = np.arange(0, len(lengths), size)
-            tokens = np.add.reduceat(lengths, starts)
-            self._cut[key] = (tokens, np.add.reduceat(lengths**2, starts))
+            rows = np.diff([*starts, len(lengths)])
+            longest = lengths[starts]
+            self._cut[key] = (rows * longest, rows * longest**2)
         return self._cut[key]
 
 
@@ -161,8 +167,8 @@ class TrainModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         recomputes = self.megatron.megatron_recompute_granularity == "full"
         backward = compute_s * (_BACKWARD + recomputes) + comm_s * (1 + recomputes)
         if has_head:
-            head_s = self._head_s(layout, tokens)
-            forward, backward = forward + head_s, backward + _BACKWARD * head_s
+            forward = forward + self._head_s(layout, tokens, direction=0)
+            backward = backward + self._head_s(layout, tokens, direction=1)
         launch_s = layers * _LAUNCH_S_PER_LAYER
         hop_s = self._stage_hop_s(layout, tokens)
         return (
@@ -170,11 +176,11 @@ class TrainModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             np.maximum(backward, launch_s * (_BACKWARD + recomputes)) + hop_s,
         )
 
-    def _head_s(self, layout: TrainLayout, tokens: np.ndarray) -> np.ndarray:
-        """Forward share of the head: its product, and a third of the logits' traffic."""
+    def _head_s(self, layout: TrainLayout, tokens: np.ndarray, *, direction: int) -> np.ndarray:
+        """The output layer and its logits' traffic; direction 0 is forward, 1 backward."""
+        product_s = _HEAD_PRODUCTS[direction] * head_token_flops(self.arch) / self.rates.train_flops
+        traffic = self.arch.vocab_size * 4 * _LOGITS_PASSES[direction]
         sharing = layout.tp * layout.cp
-        product_s = head_token_flops(self.arch) / self.rates.train_flops
-        traffic = self.arch.vocab_size * 4 * _LOGITS_PASSES / (1 + _BACKWARD)
         return tokens / sharing * (product_s + traffic / self.rates.memory_bytes_per_s)
 
     def _layer_comm_s(self, layout: TrainLayout, tokens: np.ndarray) -> np.ndarray:

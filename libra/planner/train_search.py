@@ -116,7 +116,7 @@ class TrainSearch:
         """Why no layout has exactly this many GPUs."""
         indivisible = sorted(self._indivisible_dps.get(num_gpus, ()))
         if not indivisible:
-            return "no allowed TP x PP x CP divides it, or those that do were left as below"
+            return "every allowed TP x PP x CP that divides it has a reason of its own"
         dps = ", ".join(str(dp) for dp in indivisible)
         return (
             f"DP {dps}: does not divide {self._mini_batch} trajectories per optimizer step"
@@ -134,6 +134,9 @@ class TrainSearch:
             return f"{arch.num_attention_heads} attention heads do not divide by it"
         if arch.num_key_value_heads % tp and tp % arch.num_key_value_heads:
             return f"{arch.num_key_value_heads} key-value heads neither divide by it nor divide it"
+        width = arch.moe_intermediate_size if arch.num_experts else arch.intermediate_size
+        if width % tp:
+            return f"the MLP's width {width} does not divide by it"
         return ""
 
     def _ep_degrees(self, tp: int) -> Iterator[int]:

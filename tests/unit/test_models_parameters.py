@@ -1,7 +1,8 @@
 import pytest
 
+from libra.models.architecture import architecture_of, num_parameters
 from libra.models.flops import forward_flops, head_token_flops, layer_token_flops
-from libra.models.kv_bytes import kv_bytes_per_token
+from libra.models.kv_capacity import kv_bytes_per_token
 from libra.models.parameters import layer_parameters, rank_parameters, total_parameters
 from planner_cases import (
     LLAMA_3_1_8B,
@@ -63,5 +64,11 @@ def test_a_token_of_a_mixture_meets_only_its_own_experts():
 
 
 def test_cache_per_gpu_stops_shrinking_when_ranks_outnumber_key_value_heads():
-    per_gpu = [kv_bytes_per_token(QWEN3_14B, tp=tp, dtype_bytes=2) for tp in (1, 2, 4, 8, 16)]
+    arch = architecture_of(QWEN3_14B)
+    per_gpu = [kv_bytes_per_token(arch, tp=tp, kv_dtype_bytes=2) for tp in (1, 2, 4, 8, 16)]
     assert per_gpu == [163_840, 81_920, 40_960, 20_480, 20_480]
+
+
+@pytest.mark.parametrize("arch", [QWEN2_5_7B, QWEN3_14B, QWEN3_30B_A3B, LLAMA_3_1_8B, SMOLLM2_135M])
+def test_the_engine_side_counts_the_same_model(arch):
+    assert num_parameters(architecture_of(arch)) == pytest.approx(total_parameters(arch), rel=1e-5)

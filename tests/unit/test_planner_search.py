@@ -198,7 +198,13 @@ def test_an_excluded_layout_is_not_chosen_again_and_says_why():
 
 def test_odd_degrees_respect_node_boundaries():
     config = grp_config(
-        arch=msgspec.structs.replace(QWEN3_14B, num_attention_heads=48, num_key_value_heads=12),
+        arch=msgspec.structs.replace(
+            QWEN3_14B,
+            num_attention_heads=48,
+            num_key_value_heads=12,
+            intermediate_size=17_664,
+            vocab_size=153_600,
+        ),
         planner={"allowed_rollout_tp": [3]},
     )
     report = plan(config)

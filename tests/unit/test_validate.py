@@ -11,7 +11,7 @@ from libra.config.load import load_config
 from libra.config.run import RunConfig
 from libra.errors import DataError
 from libra.models.parameters import total_parameters
-from libra_supervisor.cli.inspection import summarize_dataset
+from libra_supervisor.validate.dataset import summarize_dataset
 from libra_supervisor.validate.memory import estimate_memory
 from libra_supervisor.validate.ports import DatasetSummary, RoleMemory
 from libra_supervisor.validate.verb import Output, Request, schema, validate

@@ -1,16 +1,13 @@
 """The data of a run: tokenizer, tasks, cursor, and the probe that engines and trainer are asked."""
 
-from pathlib import Path
-
 import msgspec
 
 from libra.config.arithmetic import batch_equation
 from libra.config.run import RunConfig
 from libra.data.cursor import Cursor, visits_of_epochs
-from libra.data.dataset import PromptDataset, PromptRules
-from libra.data.formats import open_source
-from libra.data.task import PromptFields
+from libra.data.dataset import PromptDataset
 from libra.data.tokenizer import PromptTokenizer
+from libra_supervisor.validate.dataset import open_dataset
 
 PROBE_TOKENS = 48
 MIN_PROBE_TOKENS = 2
@@ -27,22 +24,7 @@ class Prompts(msgspec.Struct, frozen=True):
 
 def open_prompts(config: RunConfig) -> Prompts:
     """Read and check every row. Blocks: call it in a thread. Raises DataError."""
-    data, rollout = config.data, config.rollout
-    tokenizer = PromptTokenizer(Path(config.model.resolved_tokenizer_path))
-    dataset = PromptDataset(
-        open_source(Path(data.train_data)),
-        tokenizer,
-        fields=PromptFields(
-            prompt=data.prompt_field,
-            answer=data.answer_field,
-            apply_chat_template=data.apply_chat_template,
-        ),
-        rules=PromptRules(
-            max_prompt_tokens=rollout.max_model_len - rollout.max_new_tokens,
-            on_bad_row=data.on_bad_row,
-            on_long_prompt=data.on_long_prompt,
-        ),
-    )
+    dataset = open_dataset(config)
     epochs = config.control.epochs
     max_visits = None
     if epochs is not None:
@@ -53,10 +35,11 @@ def open_prompts(config: RunConfig) -> Prompts:
         dataset.rows,
         fingerprint=dataset.fingerprint,
         seed=config.control.seed,
-        shuffle=data.shuffle,
+        shuffle=config.data.shuffle,
         max_visits=max_visits,
     )
-    return Prompts(tokenizer, dataset, cursor, probe_of(dataset, rollout.max_model_len))
+    probe = probe_of(dataset, config.rollout.max_model_len)
+    return Prompts(dataset.tokenizer, dataset, cursor, probe)
 
 
 def probe_of(dataset: PromptDataset, max_model_len: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from libra.ids import RunId
 from libra.rewards.loading import check_reward_name
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
+from libra.tracing.span import SpanWriter, trace_path
 from libra.workflows.loading import load_workflow
 from libra_supervisor.api.access import read_or_make_token
 from libra_supervisor.api.server import api_server
@@ -31,6 +32,7 @@ from libra_supervisor.app.prompts import Prompts, open_prompts
 from libra_supervisor.app.rank_mail import CheckpointChooser, RankMail
 from libra_supervisor.app.recall import RunMemory, recorded_run_id
 from libra_supervisor.app.routing import EngineRouter, SchedulerRouting
+from libra_supervisor.app.tracer import Tracer
 from libra_supervisor.display.console import Display
 from libra_supervisor.display.progress import plain_line
 from libra_supervisor.doctor.devices import cpu_cores
@@ -39,6 +41,7 @@ from libra_supervisor.gateway.gateway import Gateway, GatewayOptions
 from libra_supervisor.gateway.waiting import WaitingRoom
 from libra_supervisor.inbox import Inbox
 from libra_supervisor.instances.client import MODEL_NAME
+from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.execute import Executor, Ports, Terms
 from libra_supervisor.loop.run import run_loop, tick
 from libra_supervisor.notify import Notifier
@@ -113,6 +116,7 @@ class Run:
         self.inbox: Inbox[Event] = Inbox()
         self._control = control_of(launch.config, launch.plan, prompts, run_id)
         self._memory = RunMemory(launch.directory, run_id)
+        self._tracer = Tracer(_span_writer(launch, run_id))
         self._scheduler = Scheduler(launch.config.heterogeneous_rollout.scheduling)
         self._room = WaitingRoom(self._scheduler)
         self._outcome: Outcome | None = None
@@ -139,6 +143,7 @@ class Run:
                 tasks.cancel_scope.cancel()
         finally:
             self._memory.close()
+            self._tracer.close()
         return self._outcome or Outcome(INTERRUPTED, "interrupted")
 
     async def _work(self, spawner: Spawner, fleet: Fleet, gang: Gang, tasks: TaskGroup) -> None:
@@ -165,7 +170,12 @@ class Run:
             for task in (pool.run, runner.run, mail.run, self._room.run):
                 work.start_soon(task)
             work.start_soon(tick, self.inbox)
-            await run_loop(self.inbox, self._control, executor.execute, note=self._memory.note)
+            await run_loop(
+                self.inbox,
+                self._control,
+                partial(self._execute, executor),
+                note=self._note,
+            )
             self._scheduler.stop_admitting()
             runner.cancel_all("the run is over")
             await executor.until_written()
@@ -177,6 +187,14 @@ class Run:
         async with anyio.create_task_group() as waiting:
             waiting.start_soon(gang.until_down)
             waiting.start_soon(fleet.until_down)
+
+    def _note(self, event: Event) -> None:
+        self._memory.note(event)
+        self._tracer.on_event(event)
+
+    def _execute(self, executor: Executor, command: Command) -> None:
+        self._tracer.on_command(command)
+        executor.execute(command)
 
     def _end(self, exit_code: int, reason: str) -> None:
         self._outcome = Outcome(exit_code, reason)
@@ -362,3 +380,10 @@ class Run:
         while True:
             await clock.sleep(NOTIFY_PERIOD_S)
             notifier.status(plain_line(operator.progress()))
+
+
+def _span_writer(launch: Launch, run_id: RunId) -> SpanWriter:
+    tracing = launch.config.tracing
+    directory = Path(tracing.phase_trace_dir or launch.directory.phase_trace)
+    path = trace_path(directory, -1) if tracing.phase_trace_enabled else None
+    return SpanWriter(path, rank=-1, run_id=run_id, role="control")

@@ -2,24 +2,20 @@
 
 import sys
 from argparse import Namespace
-from pathlib import Path
 
 import msgspec
 
 from libra.config.load import current_environ, load_config
-from libra.config.run import RunConfig
 from libra.planner.plan import configured_plan
 from libra_supervisor.app.launch import plan_in_words
-from libra_supervisor.app.prompts import open_prompts
 from libra_supervisor.doctor import probes
 from libra_supervisor.doctor.checks import check_site
 from libra_supervisor.doctor.devices import cpu_cores, cuda_devices, resolved_device
 from libra_supervisor.doctor.findings import GIB, Finding
 from libra_supervisor.run_directory import RunDirectory
 from libra_supervisor.validate import verb as validation
-from libra_supervisor.validate.dataset import summary_of
+from libra_supervisor.validate.dataset import summarize_dataset
 from libra_supervisor.validate.memory import estimate_memory
-from libra_supervisor.validate.ports import DatasetSummary
 
 ENVIRONMENT = 5
 
@@ -32,12 +28,9 @@ def validate(options: Namespace) -> int:
         purpose=options.purpose,
         as_json=options.as_json,
     )
+    summarize = summarize_dataset if options.data else None
     return _print(
-        validation.validate(
-            request,
-            summarize_dataset=summarize_dataset if options.data else None,
-            estimate_memory=estimate_memory,
-        )
+        validation.validate(request, summarize_dataset=summarize, estimate_memory=estimate_memory)
     )
 
 
@@ -76,12 +69,6 @@ def doctor(options: Namespace) -> int:
     else:
         sys.stdout.writelines(_line(finding) for finding in findings)
     return 0 if all(finding.ok for finding in findings) else ENVIRONMENT
-
-
-def summarize_dataset(config: RunConfig) -> DatasetSummary:
-    """Read data and tokenizer; `libra_supervisor.validate.ports.SummarizeDataset`."""
-    directory = Path(config.model.resolved_tokenizer_path)
-    return summary_of(open_prompts(config).dataset, tokenizer_directory=directory)
 
 
 def _line(finding: Finding) -> str:

@@ -47,7 +47,3 @@ def _verb_of(options: Namespace) -> Callable[[Namespace], int]:
             from libra_supervisor.cli.remote import speak
 
             return speak
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,8 +6,11 @@ from libra.config.arithmetic import data_parallel_size, rollout_buckets
 from libra.config.model_arch import ModelArchConfig
 from libra.config.rules.rollout import CPU_KV_CACHE_BYTES, DTYPE_BYTES
 from libra.config.run import RunConfig
+from libra.models.architecture import architecture_of
+from libra.models.kv_capacity import GIB
+from libra.models.kv_capacity import RolloutMemory as EngineMemory
 from libra.planner.calibration import Calibration
-from libra.planner.memory import GIB, MemoryBudget, RolloutMemory, TrainMemory
+from libra.planner.memory import MemoryBudget, RolloutMemory, TrainMemory
 from libra.planner.train_layout import TrainLayout
 from libra_supervisor.validate.ports import RoleMemory
 
@@ -53,10 +56,14 @@ def _engine_workers(config: RunConfig, arch: ModelArchConfig) -> Iterator[RoleMe
     on_cpu = config.control.device == "cpu"
     reserve_gib = config.heterogeneous_rollout.scheduling.kv_activation_reserve_gib
     memory = RolloutMemory(
-        arch=arch,
-        rollout=rollout,
-        reserve_bytes=0 if on_cpu else int(reserve_gib * GIB),
-        capacity_bytes=_limit_bytes(config) or 0,
+        arch=architecture_of(arch),
+        engine=EngineMemory(
+            device_bytes=_limit_bytes(config) or 0,
+            utilization_fraction=rollout.gpu_memory_utilization,
+            activation_reserve_bytes=0 if on_cpu else int(reserve_gib * GIB),
+            kv_cache_bytes=rollout.rollout_kv_cache_bytes,
+        ),
+        max_model_len=rollout.max_model_len,
         dtype_bytes=DTYPE_BYTES[dtype],
     )
     cache_bytes = rollout.rollout_kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else 0)
