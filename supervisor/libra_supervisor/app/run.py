@@ -247,7 +247,7 @@ class Run:
             engines,
             config=self._config.supervision,
             spawner=spawner,
-            ack_timeout_s=self._config.weights.rollout_weight_ack_timeout_s,
+            weights=self._config.weights,
             post=self.inbox.post,
             rng=self._rng,
         )
