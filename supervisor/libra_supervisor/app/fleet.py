@@ -14,8 +14,9 @@ from anyio.abc import TaskGroup
 from libra import clock
 from libra.config.run import RunConfig
 from libra.config.supervision import SupervisionConfig
+from libra.config.weights import WeightsConfig
 from libra.errors import ChildError, InvariantError, LibraError, PeerError, RefusedError
-from libra.ids import ChildId, Incarnation, InstanceId, RequestId, RunId
+from libra.ids import ChildId, Incarnation, InstanceId, PolicyVersion, RequestId, RunId
 from libra.planner.plan import InstancePlacement
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
@@ -61,6 +62,26 @@ class FleetSite(msgspec.Struct, frozen=True, kw_only=True):
     """By slot: CUDA devices; on CPU the core to bind to, round robin."""
 
 
+class Timings(msgspec.Struct, frozen=True):
+    """Of one planned replacement, in seconds."""
+
+    stop_s: float
+    load_s: float
+
+
+class Replacement:
+    """A planned change of process on its way."""
+
+    def __init__(self, *, begun_at: float) -> None:
+        self._begun_at = begun_at
+        self.stopped_at = begun_at
+        self.ready_at = begun_at
+        self.is_ready = anyio.Event()
+
+    def timings(self) -> Timings:
+        return Timings(self.stopped_at - self._begun_at, self.ready_at - self.stopped_at)
+
+
 class Engine(ChildHooks):
     """One instance: its port, its client, and what its supervision needs to know."""
 
@@ -76,12 +97,15 @@ class Engine(ChildHooks):
     ) -> None:
         """Nothing is started yet; `port` 0 takes any.
 
-        `served_directory` gives the published version that the next process starts from, None for
-        the base model.
+        `served_directory` gives the committed version's directory, from which a process that
+        replaces a failed one starts; None for the base model.
         """
         self.placement = placement
         self.is_excused = False
         """True while a reload is asked for: meanwhile no progress is owed."""
+
+        self.next_directory: Path | None = None
+        """While a reload by restart goes on: the version that the next process starts from."""
 
         self._site = site
         self._scheduler = scheduler
@@ -89,6 +113,7 @@ class Engine(ChildHooks):
         self._served_directory = served_directory
         self._rng = rng
         self._was_excused = False
+        self._replacement: Replacement | None = None
         self._lease: PortLease | None = None
         self._client: InstanceClient | None = None
 
@@ -112,11 +137,13 @@ class Engine(ChildHooks):
 
     async def spec(self, incarnation: Incarnation) -> ProcessSpec:
         await self.close()
+        if self._replacement is not None:
+            self._replacement.stopped_at = clock.now()
         site, placement = self._site, self.placement
         self._lease = lease_port(site.host, self._port)
         client = InstanceClient(placement.instance_id, self.url, token=site.token)
         self._client = await client.__aenter__()
-        directory = self._served_directory()
+        directory = self.next_directory or self._served_directory()
         return server_spec(
             site.config,
             ServerPlacement(
@@ -139,6 +166,12 @@ class Engine(ChildHooks):
             served_directory=None if directory is None else str(directory),
         )
 
+    async def replaced(self) -> Timings:
+        """Wait until another process than the present one is ready, and say how long it took."""
+        replacement = self._replacement = Replacement(begun_at=clock.now())
+        await replacement.is_ready.wait()
+        return replacement.timings()
+
     async def until_ready(self, child: RunningChild) -> None:
         """Wait for the right process to answer and to do a forward pass: /health proves neither."""
         state = await self._first_state()
@@ -148,6 +181,10 @@ class Engine(ChildHooks):
                 f"{child.incarnation}"
             )
         await self._probe()
+        if self._replacement is not None:
+            self._replacement.ready_at = clock.now()
+            self._replacement.is_ready.set()
+            self._replacement = None
 
     async def until_stuck(self, child: RunningChild) -> str:
         supervision = self._site.config.supervision
@@ -245,11 +282,11 @@ class Fleet:
         *,
         config: SupervisionConfig,
         spawner: Spawner,
-        ack_timeout_s: float,
+        weights: WeightsConfig,
         post: Callable[[ChildEvent], Awaitable[None]],
         rng: Random,
     ) -> None:
-        self._ack_timeout_s = ack_timeout_s
+        self._weights = weights
         self._engines = {engine.placement.instance_id: engine for engine in engines}
         self._supervisions = {
             instance_id: Supervision(
@@ -324,9 +361,58 @@ class Fleet:
         engine = self._engines[instance_id]
         engine.is_excused = True
         try:
-            return await engine.client.reload(request, timeout_s=self._ack_timeout_s)
+            with anyio.fail_after(self._weights.rollout_weight_ack_timeout_s):
+                if self._weights.rollout_weight_reload_method == "restart":
+                    return await self._reload_by_restart(engine, request)
+                ack = await engine.client.reload(
+                    request, timeout_s=self._weights.rollout_weight_ack_timeout_s
+                )
+        except TimeoutError as error:
+            raise PeerError(
+                f"{instance_id} did not acknowledge v{request.policy_version}"
+            ) from error
         finally:
             engine.is_excused = False
+        # The server loads alone and cannot know who else does.
+        return msgspec.structs.replace(ack, strategy=self._weights.rollout_weight_reload_strategy)
+
+    async def _reload_by_restart(self, engine: Engine, request: ReloadRequest) -> ReloadAck:
+        """Replace the process by one that starts from the version, and have it prove itself.
+
+        `libra.serving.launch` compares the directory with its manifest before the engine loads it.
+        """
+        instance_id = engine.placement.instance_id
+        engine.next_directory = Path(request.weights_directory)
+        try:
+            self._supervisions[instance_id].restart()
+            timings = await engine.replaced()
+        finally:
+            engine.next_directory = None
+        state = await engine.client.state()
+        request_id = RequestId(f"probe-{request.nonce}")
+        probing_at = clock.now()
+        logprobs = await engine.client.prompt_logprobs(
+            request.probe_token_ids, request_id=request_id
+        )
+        total_s = timings.stop_s + timings.load_s + (clock.now() - probing_at)
+        return ReloadAck(
+            instance_id=instance_id,
+            incarnation=state.incarnation,
+            run_id=request.run_id,
+            nonce=request.nonce,
+            policy_version=PolicyVersion(-1)
+            if state.policy_version is None
+            else state.policy_version,
+            method="restart",
+            strategy=self._weights.rollout_weight_reload_strategy,
+            lock_wait_s=0.0,
+            process_stop_s=timings.stop_s,
+            model_load_s=timings.load_s,
+            total_s=total_s,
+            manifest_hash=state.manifest_hash or "",
+            verified=("manifest", "files", "load", "probe"),
+            probe_logprobs=logprobs,
+        )
 
     def url_of(self, instance_id: InstanceId) -> str:
         return self._engines[instance_id].url

@@ -12,6 +12,7 @@ from typing import Final
 import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
+from msgspec.structs import asdict
 
 from libra import clock
 from libra.ids import RunId
@@ -27,7 +28,7 @@ from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Engine, Fleet, FleetSite
 from libra_supervisor.app.launch import Launch, new_run_id, plan_in_words
 from libra_supervisor.app.operator import Facts, Operator
-from libra_supervisor.app.parts import batch_shape, control_of
+from libra_supervisor.app.parts import batch_shape, control_of, kv_capacity_by_tp
 from libra_supervisor.app.prompts import Prompts, open_prompts
 from libra_supervisor.app.rank_mail import CheckpointChooser, RankMail
 from libra_supervisor.app.recall import RunMemory, recorded_run_id
@@ -56,9 +57,12 @@ from libra_supervisor.rewards.pool import RewardPool
 from libra_supervisor.rewards.worker import RewardSettings, running_worker
 from libra_supervisor.rollouts.client import GenerationSettings
 from libra_supervisor.rollouts.runner import RolloutRunner, RunnerParts
+from libra_supervisor.shared_load.directory import SharedDirectory
+from libra_supervisor.shared_load.exchange import LoadExchange
 
 LOOPBACK: Final = "127.0.0.1"
 SHOW_PERIOD_S: Final = 0.5
+NOTICE_PERIOD_S: Final = 1.0
 NOTIFY_PERIOD_S: Final = 5.0
 START_EXTENSION_S: Final = 60.0
 
@@ -117,7 +121,10 @@ class Run:
         self._control = control_of(launch.config, launch.plan, prompts, run_id)
         self._memory = RunMemory(launch.directory, run_id)
         self._tracer = Tracer(_span_writer(launch, run_id))
-        self._scheduler = Scheduler(launch.config.heterogeneous_rollout.scheduling)
+        self._scheduler = Scheduler(
+            launch.config.heterogeneous_rollout.scheduling,
+            kv_capacity_by_tp=kv_capacity_by_tp(launch.config, launch.plan),
+        )
         self._room = WaitingRoom(self._scheduler)
         self._outcome: Outcome | None = None
 
@@ -167,8 +174,10 @@ class Run:
                 post=self.inbox.post,
                 end=self._end,
             )
-            for task in (pool.run, runner.run, mail.run, self._room.run):
+            for task in (pool.run, runner.run, mail.run, self._room.run, self._say_notices):
                 work.start_soon(task)
+            if (exchange := self._load_exchange()) is not None:
+                work.start_soon(exchange.run)
             work.start_soon(tick, self.inbox)
             await run_loop(
                 self.inbox,
@@ -238,7 +247,7 @@ class Run:
             engines,
             config=self._config.supervision,
             spawner=spawner,
-            ack_timeout_s=self._config.weights.rollout_weight_ack_timeout_s,
+            weights=self._config.weights,
             post=self.inbox.post,
             rng=self._rng,
         )
@@ -287,6 +296,17 @@ class Run:
         )
         start = partial(running_worker, spawner=spawner, settings=settings)
         return RewardPool(start, num_workers=data.reward_workers or len(cpu_cores()))
+
+    def _load_exchange(self) -> LoadExchange | None:
+        """With the other schedulers of the fleet; None without a shared directory."""
+        scheduling = self._config.heterogeneous_rollout.scheduling
+        if not scheduling.shared_load_dir:
+            return None
+        writer = f"{self._rng.getrandbits(64):016x}"
+        # One supervisor is one scheduler: its run and node name it among all others.
+        rank = f"{self._run_id}-0"
+        files = SharedDirectory(Path(scheduling.shared_load_dir), rank=rank, writer=writer)
+        return LoadExchange(self._scheduler, files, scheduling, rank=rank, writer=writer)
 
     def _runner(self, fleet: Fleet, pool: RewardPool) -> RolloutRunner:
         rollout, data = self._config.rollout, self._config.data
@@ -365,6 +385,13 @@ class Run:
                     continue
                 code = INTERRUPTED if number == signal.SIGINT else 0
                 await self.inbox.post(StopRequested(name, now=num_heard > 1, exit_code=code))
+
+    async def _say_notices(self) -> None:
+        """Log what the scheduler finds worth saying once."""
+        while True:
+            for notice in self._scheduler.take_notices():
+                _log.warning("scheduler_notice", kind=type(notice).__name__, **asdict(notice))
+            await clock.sleep(NOTICE_PERIOD_S)
 
     async def _show(self, operator: Operator) -> None:
         while True:
