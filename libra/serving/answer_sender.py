@@ -14,6 +14,9 @@ OK = 200
 SERVER_FAULT = 500
 UNAVAILABLE = 503
 
+ERROR = DATA + b'{"error":'
+REFUSED_WHILE_WAITING = f"{WEIGHTS_UNKNOWN}: a reload failed while this request waited for it"
+
 Kind = Literal["json", "events", "refused", "other"]
 
 
@@ -41,9 +44,7 @@ class AnswerSender:
             # Held back: the spans change the length and decide about the status.
             self._start = message
         elif self._kind == "refused":
-            await answer_error(
-                self._send, UNAVAILABLE, f"{WEIGHTS_UNKNOWN}: a reload failed while this waited"
-            )
+            await answer_error(self._send, UNAVAILABLE, REFUSED_WHILE_WAITING)
         else:
             await self._send(message)
 
@@ -87,9 +88,15 @@ class AnswerSender:
             await self._send({"type": "http.response.body", "body": stamped.content})
 
     async def _events(self, chunk: bytes) -> bytes:
+        if self._record.was_refused and chunk.startswith(ERROR):
+            return _error_event(UNAVAILABLE, REFUSED_WHILE_WAITING)
         try:
             return await stamp_events(chunk, self._record)
         except RefusedError as exc:
-            return DATA + msgspec.json.encode(error_body(UNAVAILABLE, str(exc))) + EVENT_END
+            return _error_event(UNAVAILABLE, str(exc))
         except InvariantError as exc:
-            return DATA + msgspec.json.encode(error_body(SERVER_FAULT, str(exc))) + EVENT_END
+            return _error_event(SERVER_FAULT, str(exc))
+
+
+def _error_event(status: int, message: str) -> bytes:
+    return DATA + msgspec.json.encode(error_body(status, message)) + EVENT_END

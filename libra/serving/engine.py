@@ -4,7 +4,7 @@ Two methods of the AsyncLLM instance are wrapped: `add_request`, so that nothing
 gate and each request's epoch is exact, and `generate`, so that output tokens are counted.
 """
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,10 +54,18 @@ class Engine(Protocol):
 
 
 class VllmEngine:
-    """`client` is vLLM's AsyncLLM (or a fake with its methods)."""
+    """`client` is vLLM's AsyncLLM; `probe_sampling` makes the probe's SamplingParams."""
 
-    def __init__(self, client: Any, gate: Gate, ledger: VersionLedger) -> None:
+    def __init__(
+        self,
+        client: Any,
+        gate: Gate,
+        ledger: VersionLedger,
+        *,
+        probe_sampling: Callable[[], Any],
+    ) -> None:
         self._client = client
+        self._probe_sampling = probe_sampling
         self._gate = gate
         self._ledger = ledger
         self._probe_id: str | None = None
@@ -105,14 +113,9 @@ class VllmEngine:
         return tuple(logprobs)
 
     async def _probe(self, token_ids: tuple[int, ...], logprobs: list[float]) -> None:
-        from vllm import SamplingParams  # noqa: PLC0415 - only where vLLM is
-
-        sampling = SamplingParams(
-            max_tokens=1, temperature=1.0, seed=0, prompt_logprobs=0, detokenize=False
-        )
         outputs = self._generate(
             {"prompt_token_ids": list(token_ids)},
-            sampling,
+            self._probe_sampling(),
             self._probe_id,
             priority=PROBE_PRIORITY,
         )

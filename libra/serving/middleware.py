@@ -6,7 +6,9 @@ answered here.
 """
 
 import os
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -81,19 +83,30 @@ class GuardedServer:
     ) -> None:
         self.gate = gate
         self.ledger = ledger
-        self.reload = GuardedReload(identity, engine, gate, ledger, monotonic=clock.monotonic)
+        self.reload = GuardedReload(identity, engine, gate, ledger, monotonic=clock.now)
 
 
 def guarded_vllm(identity: ServingIdentity, engine_client: Any) -> GuardedServer:
+    from vllm import SamplingParams  # noqa: PLC0415 - only where vLLM is
+
+    probe_sampling = partial(
+        SamplingParams, max_tokens=1, temperature=1.0, seed=0, prompt_logprobs=0, detokenize=False
+    )
     gate, ledger = Gate(), VersionLedger(identity.served_version)
-    return GuardedServer(identity, VllmEngine(engine_client, gate, ledger), gate, ledger)
+    engine = VllmEngine(engine_client, gate, ledger, probe_sampling=probe_sampling)
+    return GuardedServer(identity, engine, gate, ledger)
+
+
+Guard: TypeAlias = Callable[[ServingIdentity, Any], GuardedServer]
+"""Makes the guarded server around an engine client."""
 
 
 class LibraMiddleware:
     """vLLM builds it with `--middleware libra.serving.middleware.LibraMiddleware`."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, *, guard: Guard = guarded_vllm) -> None:
         self._app = app
+        self._guard = guard
         # The one place in this process that reads what the supervisor said about it.
         self._identity = identity_from(os.environ)  # noqa: TID251
         self._server: GuardedServer | None = None
@@ -151,7 +164,7 @@ class LibraMiddleware:
 
     def _guarded(self, scope: Scope) -> GuardedServer:
         if self._server is None:
-            self._server = guarded_vllm(self._identity, scope["app"].state.engine_client)
+            self._server = self._guard(self._identity, scope["app"].state.engine_client)
         return self._server
 
     def _identified(self, send: Send) -> Send:

@@ -5,7 +5,7 @@ are proven loaded.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from libra.serving.engine import Engine
 from libra.serving.gate import Gate
 from libra.serving.identity import ServingIdentity
 from libra.serving.ledger import VersionLedger
-from libra.storage.weights_files import read_manifest, read_tensors, verify_weights
+from libra.storage.finite import find_non_finite
+from libra.storage.manifests import read_manifest, verify_weights
+from libra.storage.safetensors import model_tensors
 from libra.weights.compatibility import incompatibilities
 from libra.weights.manifest import TensorEntry, WeightsManifest
 from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest
@@ -71,19 +73,22 @@ class GuardedReload:
         self._ledger = ledger
         self._monotonic = monotonic
         self._lock = anyio.Lock()
+        self._is_replacing = False
         self._manifest_hash = identity.served_manifest_hash
-        self._loaded: tuple[TensorEntry, ...] | None = None
+        self._loaded: Sequence[TensorEntry] | None = None
         # The base model may be of another dtype than what is trained; published versions not.
         self._may_cast = identity.served_manifest_hash is None
 
     async def state(self) -> InstanceState:
         version = self._ledger.version
+        # An engine that loads weights answers nothing else until it has them.
+        is_paused = self._is_replacing or await self._engine.is_paused()
         return InstanceState(
             instance_id=self._identity.instance_id,
             incarnation=self._identity.incarnation,
             run_id=self._identity.run_id,
             policy_version=version,
-            is_paused=await self._engine.is_paused(),
+            is_paused=is_paused,
             manifest_hash=None if version is None else self._manifest_hash,
         )
 
@@ -107,11 +112,14 @@ class GuardedReload:
     async def _check(
         self, request: ReloadRequest, directory: Path, measured: Measured
     ) -> WeightsManifest:
-        manifest, manifest_hash = await anyio.to_thread.run_sync(read_manifest, directory)
-        self._check_manifest(request, manifest, manifest_hash)
-        measured.verified.append("manifest")
-        await anyio.to_thread.run_sync(self._check_files, directory, manifest)
-        measured.verified.append("files")
+        try:
+            manifest, manifest_hash = await anyio.to_thread.run_sync(read_manifest, directory)
+            self._check_manifest(request, manifest, manifest_hash)
+            measured.verified.append("manifest")
+            await anyio.to_thread.run_sync(self._check_files, directory, manifest)
+            measured.verified.append("files")
+        except OSError as exc:
+            raise DataError(f"{directory} cannot be read: {exc}") from exc
         return manifest
 
     def _checked_directory(self, request: ReloadRequest) -> Path:
@@ -149,9 +157,9 @@ class GuardedReload:
                 )
 
     def _check_files(self, directory: Path, manifest: WeightsManifest) -> None:
-        verify_weights(directory, manifest)
+        verify_weights(directory, manifest, find_non_finite=find_non_finite)
         if self._loaded is None:
-            self._loaded = read_tensors(self._engine.base_directory)
+            self._loaded = model_tensors(self._engine.base_directory)
         problems = incompatibilities(
             self._loaded,
             manifest.tensors,
@@ -170,6 +178,7 @@ class GuardedReload:
         measured: Measured,
     ) -> None:
         await self._gate.close()
+        self._is_replacing = True
         try:
             await self._engine.pause(request.pause_mode)
             with measured.loading():
@@ -185,6 +194,8 @@ class GuardedReload:
             if isinstance(exc, Exception):
                 raise PeerError(f"loading v{request.policy_version} failed: {exc!r}") from exc
             raise
+        finally:
+            self._is_replacing = False
         self._ledger.prove()
         self._manifest_hash = request.manifest_hash
         self._loaded, self._may_cast = manifest.tensors, False

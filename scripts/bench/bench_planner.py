@@ -14,7 +14,7 @@ import argparse
 import json
 import platform
 import sys
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -123,7 +123,7 @@ def quality() -> dict[str, float]:
     """Makespan over that of a memoised search of every cut and every degree."""
     costs, work = problem(config_of(48, PEER_REQUESTS))
 
-    @lru_cache(maxsize=None)
+    @cache
     def least(begin: int, gpus: int) -> float:
         if begin == len(work):
             return 0.0

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from libra.ids import PolicyVersion, RunId
-from libra.storage.weights_files import write_manifest
+from weight_dirs import describe_version
 
 VOCABULARY = 512
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -90,13 +89,7 @@ def publish_version(
     directory = weights_directory / f"v{version:06d}"
     directory.mkdir(parents=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    _, manifest_hash = write_manifest(
-        directory,
-        run_id=RunId(run_id),
-        policy_version=PolicyVersion(version),
-        tied_embeddings=False,
-    )
-    return directory, manifest_hash
+    return directory, describe_version(directory, version, run_id=run_id)
 
 
 if __name__ == "__main__":

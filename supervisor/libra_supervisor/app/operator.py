@@ -36,13 +36,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 class Operator:
     """Answers from the loop's state; changes it only by posting events."""
 
-    def __init__(  # noqa: PLR0913 - the parts that a status is made of
+    def __init__(
         self,
         facts: Facts,
         *,
         control: Control,
         inbox: Inbox[Event],
-        registry: CollectorRegistry,
         engine_status: Callable[[InstanceId], ProcessStatus],
         trainer_status: Callable[[], ProcessStatus],
         num_in_flight: Callable[[InstanceId], int],
@@ -50,7 +49,7 @@ class Operator:
         self._facts = facts
         self._control = control
         self._inbox = inbox
-        self._registry = registry
+        self.registry = CollectorRegistry()
         self._engine_status = engine_status
         self._trainer_status = trainer_status
         self._num_in_flight = num_in_flight
@@ -61,7 +60,7 @@ class Operator:
         return self._control.cycle.committed is not None and not self._control.is_ending
 
     def metrics_text(self) -> bytes:
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
     def status(self) -> StatusSnapshot:
         progress = self.progress()

@@ -1,130 +1,170 @@
-"""From a placement to the process that serves it: `libra.serving.launch`, all flags decided."""
+"""RunConfig and a placement -> what to start for one vLLM server. Pure."""
 
-import sys
+import zlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from libra.config.run import RunConfig
-from libra.ids import ChildId, Incarnation, RunId
-from libra.planner.plan import InstancePlacement
+from libra.ids import ChildId, Incarnation, InstanceId, RunId
 from libra.wire.instance import (
     INCARNATION_VARIABLE,
     INSTANCE_ID_VARIABLE,
+    RUN_ID_VARIABLE,
     TOKEN_FILE_VARIABLE,
     WEIGHTS_DIRECTORY_VARIABLE,
 )
 from libra_supervisor.instances.client import MODEL_NAME
-from libra_supervisor.process.spec import Limits, ProcessSpec
-from libra_supervisor.run_directory import RunDirectory
+from libra_supervisor.process.spec import ProcessSpec
 
 CPU_KV_CACHE_BYTES = 64 * 2**20
-"""Per worker, where the configuration leaves it to us: vLLM would take whole gibibytes."""
 
-SHUTDOWN_TIMEOUT_S = 5
-"""How long vLLM lets requests finish after SIGTERM; routing took the work away before."""
+# Would override arguments given here, or lock us out of our own server.
+DROPPED_VARIABLES = frozenset({"VLLM_CPU_KVCACHE_SPACE", "VLLM_API_KEY"})
+
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
 
 
-class ServerSite(msgspec.Struct, frozen=True, kw_only=True):
-    """What every server of one run on this node has in common."""
+class InstancePlacement(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one server runs: one worker on each of `devices`, which are as many as its TP degree.
 
-    run_id: RunId
-    directory: RunDirectory
-    config: RunConfig
-    device: Literal["cpu", "cuda"]
+    A device is on CPU a core number or a set of them as in `0-3`, on CUDA an index or UUID as
+    CUDA_VISIBLE_DEVICES takes it.
+    """
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    device_kind: Literal["cpu", "cuda"]
+    devices: tuple[str, ...]
     host: str
-    token_file: Path
-    env: Mapping[str, str]
-    """The environment the supervisor was started with."""
+    port: int
 
-    cores: tuple[int, ...]
-    """CPU cores of this node, for binding workers."""
+    @property
+    def tp(self) -> int:
+        return len(self.devices)
 
-    devices: tuple[str, ...] = ()
-    """CUDA devices by slot."""
+    @property
+    def base_url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+
+class ServingPaths(msgspec.Struct, frozen=True, kw_only=True):
+    """Absolute paths of the run that a server is told."""
+
+    python: str
+    weights_directory: str
+    token_file: str
+    working_directory: str
+    log_path: str
 
 
 def server_spec(
-    site: ServerSite,
+    config: RunConfig,
     placement: InstancePlacement,
     *,
-    port: int,
-    incarnation: Incarnation,
-    model: Path,
+    run_id: RunId,
+    paths: ServingPaths,
+    environment: Mapping[str, str],
+    served_directory: str | None = None,
 ) -> ProcessSpec:
-    """The process of one incarnation, serving the weights in `model` from the start."""
-    child_id = ChildId(placement.instance_id)
-    arguments = (
-        str(model),
-        *("--host", site.host, "--port", str(port), "--served-model-name", MODEL_NAME),
-        *_engine_flags(site, placement),
-        *site.config.rollout.rollout_extra_args,
-    )
+    """Say how to start the server. `environment` is the supervisor's own.
+
+    `served_directory` is a published version to start with; None starts with the base model,
+    from which a reload leads to the committed version.
+    """
     return ProcessSpec(
-        child_id=child_id,
-        run_id=site.run_id,
-        argv=(sys.executable, "-m", "libra.serving.launch", "--", *arguments),
-        env=_environment(site, placement, incarnation),
-        cwd=str(site.directory.root),
-        log_path=str(site.directory.log_of(child_id)),
-        limits=Limits(),
+        child_id=ChildId(placement.instance_id),
+        run_id=run_id,
+        argv=(
+            paths.python,
+            "-m",
+            "libra.serving.launch",
+            "--",
+            served_directory or config.model.model_path,
+            *_arguments(config, placement),
+            *config.rollout.rollout_extra_args,
+        ),
+        env={
+            **{k: v for k, v in environment.items() if k not in DROPPED_VARIABLES},
+            **OFFLINE,
+            **_device_variables(placement, environment),
+            INSTANCE_ID_VARIABLE: placement.instance_id,
+            INCARNATION_VARIABLE: placement.incarnation,
+            RUN_ID_VARIABLE: run_id,
+            WEIGHTS_DIRECTORY_VARIABLE: paths.weights_directory,
+            TOKEN_FILE_VARIABLE: paths.token_file,
+        },
+        cwd=paths.working_directory,
+        log_path=paths.log_path,
     )
 
 
-def _engine_flags(site: ServerSite, placement: InstancePlacement) -> tuple[str, ...]:
-    config, rollout = site.config, site.config.rollout
-    dtype = (
-        config.training.train_dtype if rollout.rollout_dtype == "auto" else rollout.rollout_dtype
-    )
-    is_cpu = site.device == "cpu"
-    is_eager = is_cpu if rollout.rollout_enforce_eager is None else rollout.rollout_enforce_eager
-    kv_bytes = rollout.rollout_kv_cache_bytes or (CPU_KV_CACHE_BYTES if is_cpu else 0)
-    return (
-        *("--tokenizer", config.model.resolved_tokenizer_path),
-        *("--dtype", dtype, "--tensor-parallel-size", str(placement.tp)),
-        *("--max-model-len", str(rollout.max_model_len)),
-        *("--max-num-seqs", str(rollout.rollout_max_num_seqs)),
-        *("--seed", str(config.control.seed)),
-        # The logprobs of the distribution that was sampled from, temperature and top-p applied.
-        *("--logprobs-mode", "processed_logprobs"),
-        # The model's own sampling defaults must not change what the configuration says.
-        *("--generation-config", "vllm"),
-        *("--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)),
-        "--enable-prompt-tokens-details",
-        *(("--enforce-eager",) if is_eager else ()),
-        *(("--kv-cache-memory-bytes", str(kv_bytes)) if kv_bytes else ()),
-        *(() if is_cpu else ("--gpu-memory-utilization", str(rollout.gpu_memory_utilization))),
-    )
+def rollout_dtype(config: RunConfig) -> str:
+    """The dtype of the engines' weights, `auto` resolved."""
+    given = config.rollout.rollout_dtype
+    return config.training.train_dtype if given == "auto" else given
 
 
-def _environment(
-    site: ServerSite, placement: InstancePlacement, incarnation: Incarnation
-) -> dict[str, str]:
-    env = dict(site.env) | {
-        INSTANCE_ID_VARIABLE: placement.instance_id,
-        INCARNATION_VARIABLE: incarnation,
-        WEIGHTS_DIRECTORY_VARIABLE: str(site.directory.weights),
-        TOKEN_FILE_VARIABLE: str(site.token_file),
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "PYTHONUNBUFFERED": "1",
+def _arguments(config: RunConfig, placement: InstancePlacement) -> tuple[str, ...]:
+    rollout = config.rollout
+    values = {
+        "--host": placement.host,
+        "--port": placement.port,
+        "--served-model-name": MODEL_NAME,
+        "--tokenizer": config.model.resolved_tokenizer_path,
+        "--dtype": rollout_dtype(config),
+        "--tensor-parallel-size": placement.tp,
+        "--max-model-len": rollout.max_model_len,
+        "--max-num-seqs": rollout.rollout_max_num_seqs,
+        # Servers with one seed would answer requests without a seed alike.
+        "--seed": (config.control.seed + zlib.crc32(placement.instance_id.encode())) % 2**31,
+        # What the policy gradient needs: the distribution that was sampled from.
+        "--logprobs-mode": "processed_logprobs",
+        # The model's generation_config.json must not change the sampling that the run asks for.
+        "--generation-config": "vllm",
+        **_memory_values(config, placement),
     }
-    if site.device == "cpu":
-        env |= {
-            # Left alone, the worker of every instance pins itself to core 0.
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(_cores_of(site, placement)),
-            "CUDA_VISIBLE_DEVICES": "",
+    if placement.device_kind == "cpu" and placement.tp == 1:
+        # Without a worker process of its own a server starts faster and takes 0.3 GB less.
+        values["--distributed-executor-backend"] = "uni"
+    flags = ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+    if _is_eager(config, placement):
+        flags.append("--enforce-eager")
+    pairs = (str(part) for pair in values.items() for part in pair)
+    return (*pairs, *flags)
+
+
+def _memory_values(config: RunConfig, placement: InstancePlacement) -> dict[str, object]:
+    num_bytes = config.rollout.rollout_kv_cache_bytes
+    if placement.device_kind == "cpu":
+        return {"--kv-cache-memory-bytes": num_bytes or CPU_KV_CACHE_BYTES}
+    share = {"--gpu-memory-utilization": config.rollout.gpu_memory_utilization}
+    return {**share, "--kv-cache-memory-bytes": num_bytes} if num_bytes else {**share}
+
+
+def _is_eager(config: RunConfig, placement: InstancePlacement) -> bool:
+    given = config.rollout.rollout_enforce_eager
+    return placement.device_kind == "cpu" if given is None else given
+
+
+def _device_variables(
+    placement: InstancePlacement, environment: Mapping[str, str]
+) -> dict[str, str]:
+    if placement.device_kind == "cpu":
+        return {
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(placement.devices),
+            # The sampler's compiled helpers cost 17 s at the first request and gain nothing here.
+            "TORCHDYNAMO_DISABLE": environment.get("TORCHDYNAMO_DISABLE", "1"),
         }
-        # It counts whole gibibytes and would override --kv-cache-memory-bytes.
-        env.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    elif site.devices:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(site.devices[slot] for slot in placement.slots)
-    return env
-
-
-def _cores_of(site: ServerSite, placement: InstancePlacement) -> tuple[str, ...]:
-    """One core per worker, round robin over the node's cores."""
-    return tuple(str(site.cores[slot % len(site.cores)]) for slot in placement.slots)
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(placement.devices),
+        # vLLM's default sampler on CUDA needs flashinfer, which is not among its requirements.
+        "VLLM_USE_FLASHINFER_SAMPLER": environment.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),
+    }

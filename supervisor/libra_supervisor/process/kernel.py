@@ -29,7 +29,7 @@ Choose: TypeAlias = Callable[[Table, Callable[[int], Tag | None]], list[ProcessR
 """Picks rows of the table; the second argument reads a process's tag."""
 
 
-STACK_DUMP_SIGNAL: Final = signal.SIGUSR2
+STACK_DUMP_SIGNAL: Final = signal.SIGABRT
 
 
 class Survey(msgspec.Struct, frozen=True):
@@ -104,9 +104,10 @@ def signal_process(pid: int, start_ticks: int, signum: int) -> bool:
 
 
 def request_stack_dump(identities: Iterable[ProcessIdentity | None]) -> None:
-    """Ask processes that are about to be ended for their stacks, on their stderr.
+    """End Python processes with their stacks on stderr.
 
-    They have to have registered faulthandler for STACK_DUMP_SIGNAL; one that has not, dies of it.
+    PYTHONFAULTHANDLER has to be set in their environment. The handler is C code: it runs even
+    where the interpreter is stuck in a collective or a lock.
     """
     for identity in identities:
         if identity is not None:

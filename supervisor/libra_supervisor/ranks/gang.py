@@ -180,6 +180,7 @@ class _GangHooks(ChildHooks):
         self._choose = choose
         self._post = post
         self._oom_kills_before = 0
+        self._hangs = False
         self.roster = self._new_roster(0)
 
     async def welcome(self, hello: Hello, link: RankLink) -> None:
@@ -188,6 +189,7 @@ class _GangHooks(ChildHooks):
     async def spec(self, incarnation: Incarnation) -> ProcessSpec:
         self.roster = self._new_roster(self.roster.attempt + 1)
         self.exit_code = _CHILD_FAILED
+        self._hangs = False
         self._oom_kills_before = num_oom_kills()
         attempt = Attempt(
             number=self.roster.attempt,
@@ -228,7 +230,7 @@ class _GangHooks(ChildHooks):
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(report, self._until_lost)
-            tasks.start_soon(report, self.roster.until_silent)
+            tasks.start_soon(report, self._until_silent)
         return reasons[0]
 
     async def drain(self, child: RunningChild) -> None:
@@ -246,6 +248,9 @@ class _GangHooks(ChildHooks):
         await clock.sleep(_DUMP_S)
 
     async def judge(self, child: RunningChild, cause: str, last_lines: tuple[str, ...]) -> Verdict:
+        if self._hangs:
+            # What torchrun reports after this is our own doing.
+            return Verdict(cause)
         failed = self.roster.failed
         self.exit_code = failed.exit_code if failed is not None else _CHILD_FAILED
         cause = explained(
@@ -267,6 +272,11 @@ class _GangHooks(ChildHooks):
             heartbeat_timeout_s=self._heartbeat_timeout_s,
             hear=hear,
         )
+
+    async def _until_silent(self) -> str:
+        reason = await self.roster.until_silent()
+        self._hangs = True
+        return reason
 
     async def _until_lost(self) -> str:
         reason = await self.roster.until_lost()

@@ -4,7 +4,6 @@ FAKE_RANK is JSON: {"rank": R, "attempts": [..], "does": WHAT} makes that rank m
 TrainStep of those attempts. WHAT: exit, kill, hang, fail, close, deaf (stop reading).
 """
 
-import faulthandler
 import json
 import os
 import signal
@@ -31,7 +30,6 @@ rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 attempt = int(os.environ["LIBRA_ATTEMPT"])
 plan = json.loads(os.environ.get("FAKE_RANK", "{}"))
 does = plan.get("does") if rank == plan.get("rank") and attempt in plan["attempts"] else None
-faulthandler.register(signal.SIGUSR2)
 if plan.get("ignores_sigterm"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 connection = socket.socket(socket.AF_UNIX)
