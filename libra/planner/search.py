@@ -31,6 +31,9 @@ from libra.planner.train_search import TrainCandidate, TrainSearch
 _RUNNER_UP_TOLERANCE = 1e-3
 """Runners-up are for reading: their rollout times may be this far above the minimum, relative."""
 
+_ALIKE = 1.02
+"""Step times this close are within what the model can tell apart."""
+
 _NUM_BESIDE = 2
 """Splits solved on either side of the crossing."""
 
@@ -105,7 +108,7 @@ class _Search:
             work=train_work(config, demand),
             gpu_counts=self._gpu_counts(),
             excluded=choices.excluded,
-            unbuilt={gap.path: gap.reason for gap in NOT_YET} if choices.only_built else {},
+            unbuilt=unbuilt_options() if choices.only_built else {},
         )
 
     def report(self) -> PlanReport:
@@ -117,11 +120,12 @@ class _Search:
         first = max(0, crossing - 1 - _NUM_BESIDE)
         beside = range(first, min(len(candidates), crossing + 1 + _NUM_BESIDE))
         solved = [self._placed(candidates[i], exact=crossing - 1 <= i <= crossing) for i in beside]
-        placed = sorted((both for both in solved if both is not None), key=lambda b: _step_s(b[0]))
+        placed = [both for both in solved if both is not None]
         if not placed:
             raise InfeasiblePlanError(self._why("no split keeps TP groups inside nodes"))
-        choice, plan_of_choice = placed[0]
-        others = [option for option, _ in placed[1:]] + self._other_layouts(choice)
+        choice, plan_of_choice = _best(placed)
+        others = [option for option, _ in placed if option is not choice]
+        others += self._other_layouts(choice)
         return PlanReport(
             plan=plan_of_choice,
             choice=choice,
@@ -239,6 +243,11 @@ def train_work(config: RunConfig, demand: Demand) -> TrainWork:
     return TrainWork(demand, mini_batch_size=training.mini_batch_size or training.batch_size)
 
 
+def unbuilt_options() -> dict[str, str]:
+    """Options whose other values a run would refuse, and why."""
+    return {gap.path: gap.reason for gap in NOT_YET}
+
+
 def format_tps(tps: Sequence[int]) -> str:
     """`2 x TP4 + 6 x TP1`, largest first."""
     degrees = sorted(set(tps), reverse=True)
@@ -300,6 +309,22 @@ def _notes(config: RunConfig, demand: Demand, choice: Option, num_gpus: int) -> 
             f"{demand.num_sequences} trajectories of a step; the rollout time assumes all in flight"
         )
     return tuple(notes)
+
+
+def _best(placed: Sequence[tuple[Option, Plan]]) -> tuple[Option, Plan]:
+    """The fastest; among those alike, the one whose faster side leaves most time to spare.
+
+    Where one side hardly gains from more GPUs (a long tail keeps rollout waiting), they are better
+    spent on the other: waits for the trainer and for reloads come on top of the slower side.
+    """
+    limit_s = _ALIKE * min(_step_s(option) for option, _ in placed)
+    return min(placed, key=lambda both: (max(limit_s, _step_s(both[0])), _both_sides_s(both[0])))
+
+
+def _both_sides_s(option: Option) -> float:
+    if option.estimate is None:
+        return 0.0
+    return option.estimate.train.total_s + option.estimate.rollout.makespan_s
 
 
 def _step_s(option: Option) -> float:

@@ -18,7 +18,7 @@ from libra.planner.pruning import PruneLog
 from libra.planner.report import PlanReport
 from libra.planner.rollout_cost import workload_of
 from libra.planner.rollout_search import instance_costs
-from libra.planner.search import plan, train_work
+from libra.planner.search import plan, train_work, unbuilt_options
 from libra.planner.train_layout import TrainLayout
 from libra.planner.train_search import TrainSearch
 from libra.simulate.fleet import LengthBound
@@ -109,6 +109,7 @@ def colocated(config: RunConfig, demand: Demand) -> Scenario:
         models=models,
         work=train_work(grp, demand),
         gpu_counts=[num_gpus],
+        unbuilt=unbuilt_options(),
     ).best(num_gpus)
     if not searched:
         raise InfeasiblePlanError(f"no training layout uses exactly {num_gpus} GPUs")
