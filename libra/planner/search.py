@@ -1,9 +1,9 @@
 """The split, the training layout and the rollout instances of smallest step time.
 
-minimise max(T_train, T_rollout) over the split of N GPUs. T_rollout does not rise with more GPUs.
-Training counts that are no faster than a smaller one are dropped, after which T_train falls with
-more GPUs, so the two curves cross once and the best split is one of the two beside the crossing.
-The crossing is found by bisection, and only few splits beside it are solved.
+minimise max(T_train, T_rollout) per step over the split of N GPUs. T_rollout does not rise with
+more GPUs. Training counts that are no faster than a smaller one are dropped, after which T_train
+falls with more GPUs, so the two curves cross once and the best split is one of the two beside the
+crossing. The crossing is found by bisection, and only few splits beside it are solved.
 """
 
 from collections.abc import Iterator, Sequence
@@ -184,7 +184,9 @@ class _Search:
             middle = (low + high) // 2
             candidate = candidates[middle]
             num_gpus = self._num_gpus - candidate.layout.num_gpus
-            if not self._rollout.keeps_pace(num_gpus, candidate.cost.total_s):
+            if not self._rollout.keeps_pace(
+                num_gpus, candidate.cost.total_s * self._demand.num_batches
+            ):
                 high = middle
             else:
                 low = middle + 1
@@ -194,7 +196,12 @@ class _Search:
         """The split's best rollout layout on real slots; None when node boundaries forbid it."""
         num_gpus = self._num_gpus - candidate.layout.num_gpus
         layout = self._rollout.best(num_gpus, tolerance=0.0 if exact else _RUNNER_UP_TOLERANCE)
-        estimate = Estimate(train=candidate.cost, train_budget=candidate.budget, rollout=layout)
+        estimate = Estimate(
+            train=candidate.cost,
+            train_budget=candidate.budget,
+            rollout=layout,
+            num_batches=self._demand.num_batches,
+        )
         for tps in _with_spares(layout.tp_degrees, self._rollout.costs, num_gpus):
             placed = place(
                 candidate.layout,
@@ -220,8 +227,8 @@ class _Search:
             Option(
                 train=other.layout,
                 rollout_tps=choice.rollout_tps,
-                estimate=Estimate(
-                    train=other.cost, train_budget=other.budget, rollout=estimate.rollout
+                estimate=msgspec.structs.replace(
+                    estimate, train=other.cost, train_budget=other.budget
                 ),
             )
             for other in self._train.best(choice.train.num_gpus, num_best=3)[1:]
@@ -290,6 +297,7 @@ def _configured(config: RunConfig, demand: Demand, calibration: Calibration | No
                 workload_of(demand),
                 by_capacity=config.heterogeneous_rollout.scheduling.load_metric == "kv_tokens",
             ),
+            num_batches=demand.num_batches,
         )
         notes = ()
     choice = Option(train=train, rollout_tps=tps, estimate=estimate)
@@ -324,7 +332,7 @@ def _best(placed: Sequence[tuple[Option, Plan]]) -> tuple[Option, Plan]:
 def _both_sides_s(option: Option) -> float:
     if option.estimate is None:
         return 0.0
-    return option.estimate.train.total_s + option.estimate.rollout.makespan_s
+    return option.estimate.train.total_s + option.estimate.rollout_s
 
 
 def _step_s(option: Option) -> float:
