@@ -38,7 +38,7 @@ class FakeKernel:
                 )
 
     async def survey(self, choose, *, with_segments):
-        await anyio.sleep(self.survey_s)  # noqa: TID251 - virtual
+        await anyio.sleep(self.survey_s)
         rows = choose(self.rows, self.tags.get)
         names = {name for row in rows for name in self.segments.get(row.pid, ())}
         return Survey(tuple(rows), frozenset(names))
