@@ -54,9 +54,32 @@ def test_longer_responses_move_gpus_to_rollout():
     assert train_gpus(500) > train_gpus(16000)
 
 
-def test_a_long_tail_gets_instances_of_several_degrees():
+def test_with_known_lengths_a_long_tail_gets_instances_of_several_degrees():
+    config = grp_config(planner={"prior_response_sigma": 1.2})
+    assert len(set(plan(config, lengths_known=True).choice.rollout_tps)) > 1
+
+
+def test_without_known_lengths_no_instance_is_too_slow_for_the_longest_response():
     report = plan(grp_config(planner={"prior_response_sigma": 1.2}))
-    assert len(set(report.choice.rollout_tps)) > 1
+    assert len(set(report.choice.rollout_tps)) == 1
+    assert len(set(report.by_length.tp_degrees)) > 1
+    assert report.by_length.makespan_s < report.choice.estimate.rollout.makespan_s
+    assert "if lengths were known in advance" in render_plan(report)
+
+
+def test_a_mix_is_filled_by_capacity_only_when_the_router_counts_kv_tokens():
+    def requests_by_tp(load_metric):
+        config = configured(training={"train_tp_size": 4})
+        scheduling = msgspec.structs.replace(
+            config.heterogeneous_rollout.scheduling, load_metric=load_metric
+        )
+        heterogeneous = msgspec.structs.replace(config.heterogeneous_rollout, scheduling=scheduling)
+        report = plan(msgspec.structs.replace(config, heterogeneous_rollout=heterogeneous))
+        return {b.tp: b.num_requests for b in report.choice.estimate.rollout.blocks}
+
+    by_requests, by_capacity = requests_by_tp("requests"), requests_by_tp("kv_tokens")
+    assert by_requests[8] == by_requests[1]
+    assert by_capacity[8] > 8 * by_capacity[1]
 
 
 def test_allowed_degrees_are_the_only_ones_used():
