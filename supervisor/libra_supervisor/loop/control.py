@@ -214,7 +214,7 @@ class Control:
                 return self.publication.on_ack(ack, at=at)
             case events.ReloadAnswered():
                 return self.publication.on_undelivered(
-                    event.instance_id, event.incarnation, event.error, at=at
+                    event.instance_id, event.incarnation, event.nonce, event.error, at
                 )
             case events.ExportChecked():
                 if event.manifest_hash != self.publication.manifest_hash:
@@ -366,7 +366,7 @@ class Control:
         step = self.cycle.step + 1
         self.book.on_batch_taken(step, groups, trainer_version, at)
         return (
-            commands.SendBatch(step, groups),
+            commands.SendBatch(self.attempt, step, groups),
             *self._follow(self.cycle.on_batch_taken(step), at),
         )
 
@@ -394,7 +394,7 @@ class Control:
                     self.desk.open()
                 case cycle.Save(step):
                     done += self._close_step(at)
-                    done.append(commands.SaveRun(step, self.desk.dump()))
+                    done.append(commands.SaveRun(self.attempt, step, self.desk.dump()))
                 case cycle.Finish(reason):
                     done += self._close_step(at)
                     done.append(commands.EndRun(self.stop_exit_code, reason))

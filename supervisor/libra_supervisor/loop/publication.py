@@ -87,7 +87,7 @@ class Publication:
 
     def begin(self, version: PolicyVersion, *, attempt: int) -> tuple[Command, ...]:
         self._attempt = attempt
-        return (PrepareExport(version),)
+        return (PrepareExport(attempt, version),)
 
     def on_exported(self, exported: WeightsExported) -> tuple[Command, ...]:
         self._exported = exported
@@ -120,15 +120,12 @@ class Publication:
         return self._apply(self._open.batch.on_ack(ack, now=at.now), at=at)
 
     def on_undelivered(
-        self,
-        instance_id: InstanceId,
-        incarnation: Incarnation,
-        error: str,
-        *,
-        at: Moment,
+        self, instance_id: InstanceId, incarnation: Incarnation, nonce: str, error: str, at: Moment
     ) -> tuple[Command, ...]:
         """The request did not reach the engine, or its answer did not reach us."""
         said = Say("reload_undelivered", {"instance": instance_id, "why": error}, is_warning=True)
+        if self._open is None or self._open.batch.request.nonce != nonce:
+            return (said,)
         return (said, *self.on_lost(instance_id, incarnation, at=at))
 
     def on_lost(
@@ -222,7 +219,7 @@ class Publication:
             return ()
         open_batch.acks = acks
         if not open_batch.is_catch_up:
-            return (TellRankZero(JudgeAcks(request, acks)),)
+            return (TellRankZero(self._attempt, JudgeAcks(request, acks)),)
         verdict = judge_acks(
             request,
             acks,
