@@ -70,7 +70,6 @@ NOT_YET: Final = (
         "runtime_batch_collection_timeout_s runtime_batch_collection_max_retries",
         "batch collection has no timeout of its own",
     ),
-    Gap("api.api_token_file", "the control API makes a token of its own"),
     Gap(f"{PLANNER}.runtime_manage_rollout_processes", "using servers of others is not built"),
     Gap(f"{ROLLOUT}.endpoints", "using servers of others is not built"),
 )

@@ -55,6 +55,7 @@ class FleetSite(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"]
     host: str
     token: str
+    token_file: Path
     env: Mapping[str, str]
     """The environment the supervisor was started with."""
 
@@ -158,7 +159,7 @@ class Engine(ChildHooks):
             paths=ServingPaths(
                 python=sys.executable,
                 weights_directory=str(site.directory.weights),
-                token_file=str(site.directory.token),
+                token_file=str(site.token_file),
                 working_directory=str(site.directory.root),
                 log_path=str(site.directory.log_of(ChildId(placement.instance_id))),
             ),

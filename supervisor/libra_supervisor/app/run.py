@@ -116,7 +116,9 @@ class Run:
         self._run_id = run_id
         self._display = display
         self._rng = Random(f"{run_id} {clock.wall_ns()}")  # noqa: S311 - jitter and names
-        self._token = read_or_make_token(launch.directory.token)
+        token_file = launch.config.api.api_token_file
+        self._token_file = Path(token_file) if token_file else launch.directory.token
+        self._token = read_or_make_token(self._token_file)
         self.inbox: Inbox[Event] = Inbox()
         self._control = control_of(launch.config, launch.plan, prompts, run_id)
         self._memory = RunMemory(launch.directory, run_id)
@@ -229,6 +231,7 @@ class Run:
             device=launch.device,
             host=LOOPBACK,
             token=self._token,
+            token_file=self._token_file,
             env=launch.environ,
             devices=launch.devices,
         )
