@@ -8,6 +8,9 @@ The crossing is found by bisection, and only few splits beside it are solved.
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
+from libra.config.availability import NOT_YET
 from libra.config.run import RunConfig
 from libra.errors import InfeasiblePlanError
 from libra.planner.calibration import Calibration
@@ -41,12 +44,14 @@ def plan(
     calibration: Calibration | None = None,
     excluded: frozenset[TrainLayout] = frozenset(),
     lengths_known: bool = False,
+    only_built: bool = True,
 ) -> PlanReport:
     """The plan that `initial_allocation_strategy` asks for.
 
     `demand` defaults to the configured prior; `excluded` layouts failed their recompute probe.
     `lengths_known` plans for a router that sends the longest requests to the widest instances,
-    which the scheduler does not do: it is for comparison.
+    which the scheduler does not do: it is for comparison. So is `only_built` false, which lets the
+    plan use what the trainer cannot do yet.
     Raises ConfigError when `grp` lacks a description of hardware or model, InfeasiblePlanError when
     no split works; its message holds the reasons.
     """
@@ -59,10 +64,17 @@ def plan(
         config,
         demand,
         cost_models(config, book),
-        excluded=excluded,
-        lengths_known=lengths_known,
+        choices=_Choices(excluded=excluded, lengths_known=lengths_known, only_built=only_built),
     )
     return search.report()
+
+
+class _Choices(msgspec.Struct, frozen=True, kw_only=True):
+    """What narrows or widens one search."""
+
+    excluded: frozenset[TrainLayout]
+    lengths_known: bool
+    only_built: bool
 
 
 class _Search:
@@ -74,8 +86,7 @@ class _Search:
         demand: Demand,
         models: CostModels,
         *,
-        excluded: frozenset[TrainLayout],
-        lengths_known: bool,
+        choices: _Choices,
     ) -> None:
         self._config, self._demand, self._models = config, demand, models
         self._num_gpus = config.training.train_gpus + config.rollout.rollout_gpus
@@ -86,15 +97,15 @@ class _Search:
             work=workload_of(demand),
             node_gpus=models.rates.gpus_per_node,
             scheduling=config.heterogeneous_rollout.scheduling,
-            lengths_known=lengths_known,
+            lengths_known=choices.lengths_known,
         )
         self._train = TrainSearch(
             config,
-            model=models.train,
-            memory=models.train_memory,
+            models=models,
             work=train_work(config, demand),
             gpu_counts=self._gpu_counts(),
-            excluded=excluded,
+            excluded=choices.excluded,
+            unbuilt={gap.path: gap.reason for gap in NOT_YET} if choices.only_built else {},
         )
 
     def report(self) -> PlanReport:

@@ -7,7 +7,9 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from libra.errors import DataError
+from libra.config.run import RunConfig
+from libra.errors import ConfigError, DataError
+from libra.planner.demand import Demand, observed_demand, prior_demand, prior_mean_tokens
 
 
 class GroupLengths(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,9 +26,15 @@ class LengthSource(Protocol):
         """Lengths of the `index`-th group, started while the policy is at `step`."""
         ...
 
+    def demand(self, config: RunConfig) -> Demand:
+        """What a planner that knows these lengths, as they begin, plans for."""
+        ...
+
 
 class GeneratedLengths(msgspec.Struct, frozen=True, kw_only=True):
-    """Lognormal responses: part of the spread between prompts, part between their samples.
+    """The planner's prior, drawn at random.
+
+    Responses are lognormal: part of the spread is between prompts, part between their samples.
 
     `growth_per_step` multiplies the mean with every training step: 0.02 makes responses 2 % longer
     each. Every group has its own generator, so the same group has the same lengths whatever the
@@ -54,6 +62,9 @@ class GeneratedLengths(msgspec.Struct, frozen=True, kw_only=True):
             prompt_tokens=self.prompt_tokens, response_tokens=tuple(int(n) for n in drawn)
         )
 
+    def demand(self, config: RunConfig) -> Demand:
+        return prior_demand(config)
+
 
 class RecordedLengths:
     """Groups of a trace file in order, over and over; `step` changes nothing."""
@@ -75,6 +86,25 @@ class RecordedLengths:
             prompt_tokens=found.prompt_tokens,
             response_tokens=tuple(responses[k % len(responses)] for k in range(n_samples)),
         )
+
+    def demand(self, config: RunConfig) -> Demand:
+        pairs = [(g.prompt_tokens, n) for g in self._groups for n in g.response_tokens]
+        return observed_demand(config, pairs)
+
+
+def prior_lengths(config: RunConfig, *, seed: int, growth_per_step: float) -> GeneratedLengths:
+    """Raises ConfigError when `growth_per_step` would shrink responses to nothing."""
+    if growth_per_step <= -1:
+        raise ConfigError(f"--growth {growth_per_step:g} must be above -1")
+    planner = config.global_resource_planner
+    return GeneratedLengths(
+        seed=seed,
+        mean_tokens=prior_mean_tokens(config),
+        sigma=planner.prior_response_sigma,
+        longest=config.rollout.max_new_tokens,
+        prompt_tokens=planner.prior_prompt_tokens,
+        growth_per_step=growth_per_step,
+    )
 
 
 def read_trace(path: Path) -> RecordedLengths:

@@ -13,10 +13,11 @@ import numpy as np
 from libra.config.run import RunConfig
 from libra.data.cursor import PromptRef
 from libra.errors import ConfigError, InvariantError
-from libra.ids import InstanceId, PolicyVersion, PromptId, TrajectoryId
+from libra.ids import GroupId, InstanceId, PolicyVersion, PromptId, TrajectoryId
 from libra.planner.cost_models import CostModels
 from libra.planner.demand import Demand
 from libra.planner.plan import Plan
+from libra.planner.report import Estimate
 from libra.planner.search import format_tps, train_work
 from libra.planner.train_layout import TrainLayout
 from libra.rollouts.accounts import BufferLimits
@@ -45,6 +46,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan
     models: CostModels
     num_gpus: int
+    estimate: Estimate | None = None
+    """What the planner expected."""
+
     length_bounds: tuple[LengthBound, ...] = ()
     """Not empty: a router that knows lengths, instead of the real one."""
 
@@ -119,6 +123,9 @@ class _Run:
         self._is_training = False
         self._idle_since = 0.0
         self._group_of: dict[TrajectoryId, tuple[AdmittedGroup, int]] = {}
+        self._num_left: dict[GroupId, int] = {}
+        self._num_complete = 0
+        self._waits_for_version = False
         self._steps: list[StepRecord] = []
 
     def result(self) -> SimulationResult:
@@ -148,6 +155,10 @@ class _Run:
         for _ in range(self._buffer.num_admissible(serving_version=self._served)):
             group = self._buffer.admit_pending() or self._new_group()
             self._start(group)
+        # The buffer counts by looking at every group, so it is asked again only after something
+        # has changed that kept prompts back: concurrency, or else version and batch.
+        free = self._scenario.config.rollout.max_concurrent_rollouts - len(self._group_of)
+        self._waits_for_version = free >= self._scenario.config.algorithm.n_samples
 
     def _new_group(self) -> AdmittedGroup:
         self._num_groups += 1
@@ -158,6 +169,7 @@ class _Run:
         return group
 
     def _start(self, group: AdmittedGroup) -> None:
+        self._num_left[group.group_id] = group.n_samples
         drawn = self._lengths.group(group.prompt.row, step=self._trained, n_samples=group.n_samples)
         for index, response_tokens in enumerate(drawn.response_tokens):
             request = EngineRequest(
@@ -176,11 +188,15 @@ class _Run:
 
     def _on_finished(self, request: EngineRequest, instance_id: InstanceId) -> None:
         group, index = self._group_of.pop(request.trajectory_id)
-        num_complete = self._buffer.num_complete
         self._buffer.on_finished(self._trajectory(group, index, request, instance_id))
-        if self._buffer.num_complete > num_complete:
+        self._num_left[group.group_id] -= 1
+        if self._num_left[group.group_id]:
+            return
+        del self._num_left[group.group_id]
+        self._num_complete += group.n_samples
+        if not self._waits_for_version:
             self._admit()
-            self._train_if_possible()
+        self._train_if_possible()
 
     def _trajectory(
         self, group: AdmittedGroup, index: int, request: EngineRequest, instance_id: InstanceId
@@ -205,10 +221,13 @@ class _Run:
         )
 
     def _train_if_possible(self) -> None:
-        if self._is_training:
+        if self._is_training or self._num_complete < self._scenario.config.training.batch_size:
             return
         batch = self._buffer.take_batch(version=self._trained)
+        # Stale groups left as well.
+        self._num_complete = self._buffer.num_complete
         if batch is None:
+            self._admit()
             return
         self._is_training = True
         self._admit()
@@ -253,6 +272,8 @@ class _Run:
         self._steps.append(msgspec.structs.replace(record, reloaded_at=now))
         self._is_training = False
         self._idle_since = now
+        self._buffer.drop_stale(version=self._trained)
+        self._num_complete = self._buffer.num_complete
         self._admit()
         self._train_if_possible()
 

@@ -90,7 +90,7 @@ def static_splits(config: RunConfig, demand: Demand) -> list[Scenario]:
     granularity = config.global_resource_planner.allocation_granularity_gpus
     found = []
     for train_gpus in range(granularity, _num_gpus(config), granularity):
-        for tp in _degrees(config):
+        for tp in rollout_degrees(config):
             try:
                 found.append(static_split(config, demand, train_gpus=train_gpus, tp=tp))
             except InfeasiblePlanError:
@@ -106,8 +106,7 @@ def colocated(config: RunConfig, demand: Demand) -> Scenario:
     models = cost_models(grp, _calibration(grp))
     searched = TrainSearch(
         grp,
-        model=models.train,
-        memory=models.train_memory,
+        models=models,
         work=train_work(grp, demand),
         gpu_counts=[num_gpus],
     ).best(num_gpus)
@@ -143,6 +142,7 @@ def of_report(name: str, config: RunConfig, report: PlanReport) -> Scenario:
         plan=report.plan,
         models=cost_models(applied, _calibration(config)),
         num_gpus=_num_gpus(config),
+        estimate=report.choice.estimate,
     )
 
 
@@ -169,7 +169,8 @@ def _switch_s(models: CostModels, train: TrainLayout, tp: int) -> float:
     )
 
 
-def _degrees(config: RunConfig) -> list[int]:
+def rollout_degrees(config: RunConfig) -> list[int]:
+    """TP degrees that an instance may have."""
     models = cost_models(config, _calibration(config))
     most = _num_gpus(config) - config.global_resource_planner.min_train_gpus
     return [cost.tp for cost in instance_costs(config, models, PruneLog(), most_gpus=most)]

@@ -51,11 +51,35 @@ def _add_inspection(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]"
     plan = verbs.add_parser("plan", help="show how the devices would be split")
     _add_config(plan)
     _add_json(plan)
+    _add_simulate(verbs)
     doctor = verbs.add_parser("doctor", help="check this machine, with what to do")
     doctor.add_argument("config", type=Path, nargs="?", help="check what this run needs as well")
     _add_overrides(doctor)
     _add_json(doctor)
     verbs.add_parser("schema", help="print the JSON Schema of configuration files")
+
+
+def _add_simulate(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    simulate = verbs.add_parser(
+        "simulate", help="run the planner and the scheduler on a virtual clock"
+    )
+    _add_config(simulate)
+    simulate.add_argument("--steps", type=int, default=12, help="training steps (default: 12)")
+    simulate.add_argument("--seed", type=int, default=1, help="of the lengths (default: 1)")
+    simulate.add_argument(
+        "--trace", type=Path, help="lengths from a JSONL file instead of the planner's prior"
+    )
+    simulate.add_argument(
+        "--growth",
+        type=float,
+        default=0.0,
+        metavar="FRACTION",
+        help="how much longer responses get with every step, e.g. 0.02 (default: 0)",
+    )
+    simulate.add_argument(
+        "--compare", action="store_true", help="the same GPUs used in several ways"
+    )
+    _add_json(simulate)
 
 
 def _add_control(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
