@@ -1,4 +1,7 @@
-"""Values that are right but cannot be used yet, each with the reason. The table only shrinks."""
+"""Values that are right but cannot be used: not built yet, or beyond the installed packages.
+
+NOT_YET only shrinks. What the installed stack cannot do is another matter, and said as such.
+"""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -8,7 +11,8 @@ import msgspec
 from libra.config.environment import Environment
 from libra.config.problems import Problem
 from libra.config.run import RunConfig
-from libra.config.surface import value_of
+from libra.config.surface import all_options, value_of
+from libra.config.wording import yaml_words
 
 SUPPORTED_ARCHITECTURES: Final = frozenset(
     {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"}
@@ -20,64 +24,105 @@ class Gap(msgspec.Struct, frozen=True):
     """An option refused while `is_needed` holds for its value."""
 
     path: str
-    is_needed: Callable[[Any], bool]
     reason: str
+    is_needed: Callable[[Any], bool] | None = None
+    """None: any value but the default."""
+
+    def applies_to(self, config: RunConfig) -> bool:
+        """Whether `config` asks for what is not there."""
+        value = value_of(config, self.path)
+        if self.is_needed is None:
+            return bool(value != all_options()[self.path].default)
+        return self.is_needed(value)
 
 
 def _is(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
-def _above(limit: float) -> Callable[[Any], bool]:
-    return lambda value: value is not None and value > limit
-
-
-def _is_set(value: Any) -> bool:
-    return bool(value)
+def _gaps(prefix: str, names: str, reason: str) -> tuple[Gap, ...]:
+    return tuple(Gap(f"{prefix}.{name}", reason) for name in names.split())
 
 
 PLANNER: Final = "global_resource_planner"
 ROLLOUT: Final = "heterogeneous_rollout"
 
 NOT_YET: Final = (
-    Gap("train_backend", _is("fsdp"), "the FSDP backend is not built"),
-    Gap("train_cp_size", _above(1), "context parallelism is not built"),
-    Gap("train_ep_size", _above(1), "expert parallelism is not built"),
-    Gap("eval_data", _is_set, "evaluation during training is not built"),
-    Gap("kl_coefficient", _above(0), "the reference policy is not built"),
-    Gap("top_p", lambda value: value < 1, "the trainer does not cut its distribution alike"),
-    Gap("megatron_use_precision_aware_optimizer", _is_set, "not built"),
-    Gap("megatron_optimizer_cpu_offload", _is_set, "not built"),
-    Gap("megatron_grouped_gemm", _is_set, "not built"),
-    Gap("rollout_weight_sync_mode", _is("nccl"), "native weight transfer is not built"),
-    Gap(f"{PLANNER}.initial_allocation_strategy", _is("grp"), "the planner is not built"),
-    Gap(f"{PLANNER}.memory_budget_dry_run_enabled", _is_set, "the recompute probe is not built"),
-    Gap(f"{PLANNER}.runtime_dynamic_reconfiguration_enabled", _is_set, "not built"),
-    Gap(f"{PLANNER}.runtime_online_replanning", _is_set, "not built"),
-    Gap(f"{PLANNER}.runtime_cluster_swap_enabled", _is_set, "not built"),
-    Gap(f"{PLANNER}.runtime_reconfigure_training", _is_set, "not built"),
-    Gap(f"{PLANNER}.runtime_training_pool_plan_only", _is_set, "not built"),
-    Gap(
-        f"{PLANNER}.runtime_manage_rollout_processes",
-        _is(False),
-        "using servers that somebody else started is not built",
+    Gap("train_backend", "the FSDP backend is not built", _is("fsdp")),
+    Gap("train_cp_size", "context parallelism is not built"),
+    Gap("train_ep_size", "expert parallelism is not built"),
+    Gap("eval_data", "evaluation during training is not built"),
+    Gap("top_p", "the trainer does not cut its distribution alike"),
+    Gap("megatron_grouped_gemm", "training MoE models is not built"),
+    Gap("rollout_weight_sync_mode", "native weight transfer is not built", _is("nccl")),
+    Gap(f"{PLANNER}.memory_budget_dry_run_enabled", "the recompute probe is not built"),
+    *_gaps(
+        PLANNER,
+        "runtime_dynamic_reconfiguration_enabled runtime_online_replanning "
+        "runtime_rollout_reconfigure_strategy runtime_cluster_swap_enabled "
+        "runtime_reconfigure_training runtime_training_pool_plan_only "
+        "runtime_drain_before_reconfigure decouple_communication_domains "
+        "elastic_hybrid_replica_size_gpus elastic_hybrid_min_rollout_gpus",
+        "the elastic runtime is not built",
     ),
-    Gap(f"{ROLLOUT}.endpoints", _is_set, "using servers that somebody else started is not built"),
-    Gap(f"{ROLLOUT}.scheduling.enable_metrics_feedback", _is_set, "the poller is not built"),
-    Gap(f"{ROLLOUT}.scheduling.shared_load_dir", _is_set, "cross-rank load is not built"),
+    *_gaps(
+        PLANNER,
+        "runtime_batch_collection_timeout_s runtime_batch_collection_max_retries",
+        "batch collection has no timeout of its own",
+    ),
+    Gap(f"{PLANNER}.runtime_manage_rollout_processes", "using servers of others is not built"),
+    Gap(f"{ROLLOUT}.endpoints", "using servers of others is not built"),
 )
+"""Remove an entry when its option takes effect; nothing else has to change."""
 
 
 def check_availability(config: RunConfig, environment: Environment) -> tuple[Problem, ...]:
     """Find what this configuration asks for that a run cannot do yet."""
     problems = [
-        Problem(
-            path=gap.path, what=f"{value_of(config, gap.path)!r} is not available yet: {gap.reason}"
-        )
+        Problem(path=gap.path, what=f"is not available yet: {gap.reason}", hint=_allowed(gap))
         for gap in NOT_YET
-        if gap.is_needed(value_of(config, gap.path))
+        if gap.applies_to(config)
     ]
-    return (*problems, *_check_nodes(config, environment))
+    return (*problems, *_check_key_value_heads(config), *_check_nodes(config, environment))
+
+
+def _allowed(gap: Gap) -> str:
+    return f"the default is {yaml_words(all_options()[gap.path].default)}"
+
+
+def check_stack(config: RunConfig, *, has_transformer_engine: bool) -> tuple[Problem, ...]:
+    """Find what the packages on this machine cannot do. `device: auto` is taken for CUDA."""
+    megatron, on_cpu = config.megatron, config.control.device == "cpu"
+    offloads = megatron.megatron_optimizer_cpu_offload
+    refused = {
+        "megatron_optimizer_cpu_offload": (
+            offloads and on_cpu,
+            "on CPU the optimizer state is in host memory already",
+        ),
+        "megatron_use_precision_aware_optimizer": (
+            megatron.megatron_use_precision_aware_optimizer
+            and not has_transformer_engine
+            and (on_cpu or not offloads),
+            (
+                "it needs Transformer Engine, which is not installed, or on CUDA "
+                "megatron_optimizer_cpu_offload"
+            ),
+        ),
+    }
+    return tuple(
+        Problem(path=path, what=f"the installed stack cannot: {reason}", related=("device",))
+        for path, (applies, reason) in refused.items()
+        if applies
+    )
+
+
+def _check_key_value_heads(config: RunConfig) -> tuple[Problem, ...]:
+    arch, tp = config.model_arch, config.training.train_tp_size
+    if arch is None or arch.num_key_value_heads % tp == 0 or tp % arch.num_key_value_heads:
+        return ()
+    what = f"{tp} is not available yet: replicating {arch.num_key_value_heads} key-value heads "
+    hint = f"at most {arch.num_key_value_heads}"
+    return (Problem(path="train_tp_size", what=f"{what}is not built", hint=hint),)
 
 
 def _check_nodes(config: RunConfig, environment: Environment) -> tuple[Problem, ...]:

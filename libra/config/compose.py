@@ -49,7 +49,9 @@ def compose(
 
 def parse_override(text: str, working_directory: str) -> tuple[MapNode, tuple[Problem, ...]]:
     """`a.b=VALUE` as a tree with one leaf; VALUE is YAML. A segment of digits is a number."""
-    place = Place(f"-o {text}", None, working_directory)
+    # Bytes of a command line that are no text would make the message unprintable.
+    shown = text.encode("utf-8", "backslashreplace").decode()
+    place = Place(f"-o {shown}", None, working_directory)
     key, equals, value_text = text.partition("=")
     segments = key.strip().split(".")
     if not equals or not all(segments):

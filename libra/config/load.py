@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from libra.config.availability import check_availability
+from libra.config.availability import check_availability, check_stack
 from libra.config.compose import compose, parse_override
 from libra.config.document import MapNode, Node, Scalar
 from libra.config.dump import dump_resolved, dump_yaml, parse_resolved
@@ -21,6 +22,7 @@ from libra.config.environment import (
 from libra.config.files import Files, check_model, check_paths, read_model_arch
 from libra.config.problems import ConfigProblemsError, Place, Problem
 from libra.config.rules import check_rules, check_warnings
+from libra.config.rules.code import ShippedNames, check_names
 from libra.config.run import RunConfig
 from libra.config.typed import Typed, to_config
 from libra.errors import ConfigError
@@ -28,6 +30,7 @@ from libra.errors import ConfigError
 __all__ = [
     "LoadedConfig",
     "Purpose",
+    "ShippedNames",
     "current_environ",
     "dump_resolved",
     "dump_yaml",
@@ -35,7 +38,7 @@ __all__ = [
     "load_resolved",
 ]
 
-MAX_FILE_BYTES: Final = 4 << 20
+MAX_FILE_BYTES: Final = 1 << 20
 Purpose: TypeAlias = Literal["run", "plan"]
 """`run`: everything a run needs must be there, built and installed. `plan`: for arithmetic only
 (plan, simulate); model and data need not be on this machine."""
@@ -75,7 +78,11 @@ class Disk:
         return path.read_bytes().decode("utf-8-sig")
 
     def directory_of(self, path: Path) -> str:
-        return str(path.parent.resolve())
+        try:
+            return str(path.parent.resolve())
+        except (OSError, RuntimeError):
+            # Too long a name, or links in a circle; reading it will say so.
+            return str(path.parent.absolute())
 
     def kind_of(self, path: Path) -> Literal["file", "directory", "missing"]:
         try:
@@ -103,8 +110,12 @@ def load_config(
     environ: Mapping[str, str] = MappingProxyType({}),
     *,
     purpose: Purpose = "run",
+    shipped: ShippedNames | None = None,
 ) -> LoadedConfig:
     """Load and check the configuration of `path` under the environment under `overrides`.
+
+    `shipped` are the names that `workflow` and `reward` may have besides module:function; without
+    them only the form is checked.
 
     Raises ConfigProblemsError with everything that is wrong: in the files, in the overrides, in
     the environment, between options and, for a run, on disk.
@@ -124,7 +135,9 @@ def load_config(
     typed = to_config(composed.tree, home=environment.home)
     problems += (*composed.problems, *typed.problems)
     loaded = _complete(typed, composed.sources, environment, disk)
-    problems += _located(_cross_checks(loaded, disk, purpose), loaded, typed)
+    found_names = check_names(loaded.config, shipped) if shipped else ()
+    cross = (*_cross_checks(loaded, disk, purpose), *found_names)
+    problems += _located(cross, loaded, typed)
     if problems:
         raise ConfigProblemsError(_in_order(problems, composed.sources), subject=str(path))
     return loaded
@@ -188,6 +201,7 @@ def _cross_checks(loaded: LoadedConfig, files: Files, purpose: Purpose) -> tuple
     return (
         *problems,
         *check_availability(config, loaded.environment),
+        *check_stack(config, has_transformer_engine=find_spec("transformer_engine") is not None),
         *model_problems,
         *(check_model(config, found, files) if found else ()),
         *check_paths(config, files),

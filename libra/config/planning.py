@@ -44,6 +44,19 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
     allowed_rollout_tp: list[PositiveCount] = []
     """Candidate tensor-parallel degrees of rollout instances; empty means every one that fits."""
 
+    allow_cross_node_tp: bool = False
+    """Let tensor-parallel groups of training span nodes; a rollout server never does."""
+
+    prior_prompt_tokens: PositiveCount = 256
+    """Prompt length in tokens that the planner assumes until trajectories have been observed."""
+
+    prior_response_mean_tokens: Count = 0
+    """Mean response length in tokens that the planner assumes until trajectories have been
+    observed; 0 takes 40 % of max_new_tokens."""
+
+    prior_response_sigma: NonNegativeFloat = 0.8
+    """Spread of the assumed response lengths: standard deviation of their natural logarithm."""
+
     train_comm_compute_ratio_threshold: Bound = inf
     """Prune TP branches whose estimated communication/compute ratio exceeds this; `.inf` prunes
     none."""

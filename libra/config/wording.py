@@ -2,6 +2,7 @@
 
 import ast
 import inspect as source_inspect
+import json
 from collections.abc import Mapping
 from functools import cache
 from math import isinf
@@ -12,6 +13,8 @@ import msgspec
 from msgspec import inspect
 
 from libra.config.base import INFINITY, PATH
+from libra.config.document import ListNode, Scalar, parse_document
+from libra.config.problems import Place
 
 
 @cache
@@ -86,14 +89,30 @@ def yaml_words(value: Any) -> str:
         case bool():
             return str(value).lower()
         case float():
-            return ".inf" if isinf(value) else f"{value:g}"
+            return f"{'-' if value < 0 else ''}.inf" if isinf(value) else _float_words(value)
         case list():
             return f"[{', '.join(yaml_words(item) for item in value)}]"
         case dict():
             pairs = (f"{key}: {yaml_words(item)}" for key, item in value.items())
             return f"{{{', '.join(pairs)}}}"
+        case str():
+            return value if _reads_as_itself(value) else json.dumps(value, ensure_ascii=False)
         case _:
             return str(value)
+
+
+def _float_words(value: float) -> str:
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
+
+
+def _reads_as_itself(text: str) -> bool:
+    """Whether YAML takes `text` for exactly this text, without quotes, inside a list too."""
+    node, problems = parse_document(f"[{text}]", Place(""))
+    if problems or not isinstance(node, ListNode) or len(node.items) != 1:
+        return False
+    item = node.items[0]
+    return isinstance(item, Scalar) and item.is_plain and item.value == text
 
 
 def _range(kind: inspect.IntType | inspect.FloatType) -> str:

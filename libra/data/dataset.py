@@ -43,7 +43,7 @@ class PromptDataset:
         the rules, and when no row is left.
         """
         self._source = source
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._fields = fields
         self.bad_rows: tuple[BadRow, ...]
         self.long_rows: tuple[BadRow, ...]
@@ -97,7 +97,7 @@ class PromptDataset:
             return record
         prompt_id = PromptId(f"row-{row}")
         try:
-            return task_of(record, prompt_id, fields=self._fields, tokenizer=self._tokenizer)
+            return task_of(record, prompt_id, fields=self._fields, tokenizer=self.tokenizer)
         except RowRefusedError as error:
             return BadRow(self._source.location(row), str(error))
 
@@ -108,7 +108,8 @@ def _refusal(what: str, rows: Sequence[BadRow], option: str) -> DataError:
         lines.append(f"and {len(rows) - _NUM_SHOWN} more")
     listed = "\n  ".join(lines)
     return DataError(
-        f"{len(rows)} rows {what} (fix them, or leave them out with {option}: skip):\n  {listed}"
+        f"{len(rows)} of the rows {what} (fix them, or leave them out with {option}: skip):"
+        f"\n  {listed}"
     )
 
 

@@ -97,7 +97,8 @@ def _lines(path: Path, *, is_compressed: bool) -> Iterator[bytes]:
 def _why_malformed(line: bytes, strict_reason: str) -> tuple[int, str]:
     """Column (in characters, from 1) and reason for a line that is no JSON value."""
     try:
-        text = line.decode()
+        # The parser counts columns from the last newline, which is the one at the end.
+        text = line.rstrip(b"\r\n").decode()
     except UnicodeDecodeError as error:
         column = len(line[: error.start].decode()) + 1
         return column, f"byte 0x{line[error.start]:02x} is not UTF-8"

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from libra.config.model_arch import ModelArchConfig
 from libra.errors import ConfigError
 
 
@@ -68,6 +69,24 @@ def architecture_from_config(config: Mapping[str, Any], *, source: str) -> Archi
         num_dense_layers=_first(config, 0, "first_k_dense_replace") if experts else 0,
         has_attention_bias=_has_attention_bias(config),
         kv_latent_size=_latent_size(config),
+    )
+
+
+def architecture_of(arch: ModelArchConfig) -> Architecture:
+    """The same shape from the configuration's `model_arch`."""
+    return Architecture(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        intermediate_size=arch.intermediate_size,
+        num_attention_heads=arch.num_attention_heads,
+        num_kv_heads=arch.num_key_value_heads,
+        head_dim=arch.head_dim,
+        vocab_size=arch.vocab_size,
+        is_tied=arch.tied_embeddings,
+        num_experts=arch.num_experts,
+        num_experts_per_token=arch.num_experts_per_token,
+        expert_intermediate_size=arch.moe_intermediate_size,
+        has_attention_bias=arch.attention_bias,
     )
 
 

@@ -18,7 +18,17 @@ class TrainPlacement(msgspec.Struct, frozen=True, kw_only=True):
     ep: int
     dp: int
     slots: tuple[SlotId, ...]
+    """In rank order; entry k is a slot of the node that `node_of_rank(k)` names."""
+
     node: NodeRank = NodeRank(0)
+    nodes: tuple[NodeRank, ...] = ()
+    """Parallel to `slots` when ranks lie on several nodes; empty when all are on `node`."""
+
+    micro_batch_size: int | None = None
+    """Trajectories per pass if the planner chose it; None leaves the configured one."""
+
+    def node_of_rank(self, rank: int) -> NodeRank:
+        return self.nodes[rank] if self.nodes else self.node
 
     @property
     def world_size(self) -> int:

@@ -187,9 +187,8 @@ class RolloutBuffer:
             # Staleness is not the prompt's fault: it is tried again, but never quarantined for it.
             if group.admitted.attempt + 1 < self._limits.max_group_attempts:
                 self._pending.append(_next_attempt(group.admitted))
-        num_dropped = sum(len(g.trajectories) for g in stale)
-        self._dropped["stale"] += num_dropped
-        return num_dropped
+            self._dropped["stale"] += len(group.trajectories)
+        return sum(len(group.trajectories) for group in stale)
 
     def take_batch(self, *, version: PolicyVersion) -> tuple[CompleteGroup, ...] | None:
         """One batch of groups for a policy at `version`, oldest first; None when there are too few.

@@ -21,7 +21,9 @@ TRIAL_LEASE_S = 30.0
 SATURATED_DEFAULT_S = 0.5
 """Pause after 429 or 503 without Retry-After; the next one in a row doubles it."""
 
+SATURATED_MIN_S = 0.05
 SATURATED_MAX_S = 5.0
+"""Bounds of what Retry-After may ask for."""
 
 BreakerState: TypeAlias = Literal["closed", "open", "half_open"]
 
@@ -98,7 +100,7 @@ class Breaker:
         self._num_saturated += 1
         doubled_s = SATURATED_DEFAULT_S * 2.0 ** min(self._num_saturated - 1, 10)
         pause_s = doubled_s if retry_after_s is None else retry_after_s
-        self._saturated_until = now + min(max(pause_s, 0.0), SATURATED_MAX_S)
+        self._saturated_until = now + min(max(pause_s, SATURATED_MIN_S), SATURATED_MAX_S)
 
     def on_fault(self, serial: int, now: float) -> None:
         """Count a request the instance broke. In half-open only the trial's outcome counts."""

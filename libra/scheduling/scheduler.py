@@ -10,7 +10,7 @@ Synchronous and single-threaded. Between two calls nothing changes: call `on_tic
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from libra.errors import InvariantError
 from libra.ids import Incarnation, InstanceId, PolicyVersion
@@ -78,12 +78,16 @@ class Scheduler:
             return Refused("draining", None)
         return self._place(request, now) or self._enqueue(request, now)
 
-    def complete(self, reservation: Reservation, num_output_tokens: int, now: float) -> bool:
-        """End with a whole answer. False, and no effect, when it was given back before."""
+    def complete(self, reservation: Reservation, num_output_tokens: int | None, now: float) -> bool:
+        """The whole answer arrived. False, and no effect, when it was given back before.
+
+        None: nobody counted its tokens, so nothing is learned about lengths.
+        """
         slot = self._ledger.release(reservation)
         if slot is None:
             return False
-        self._expected.on_completed(reservation.category, num_output_tokens)
+        if num_output_tokens is not None:
+            self._expected.on_completed(reservation.category, num_output_tokens)
         if slot.breaker.is_calm:
             self._standing.on_load_fell(slot, now)
         else:
@@ -104,15 +108,9 @@ class Scheduler:
         slot = self._ledger.release(reservation)
         if slot is None:
             return False
-        if kind == "client_error":
-            self._on_answered(slot, now)
-        elif kind == "saturated":
-            slot.breaker.on_saturated(retry_after_s, now)
-        else:
-            was_open = slot.breaker.state(now) != "closed"
-            slot.breaker.on_fault(reservation.serial, now)
-            self._standing.note_breaker(slot, was_open=was_open, now=now)
-        self._refreshed(slot, now)
+        if not slot.is_retired:
+            self._blame(slot, reservation, kind, retry_after_s, now)
+            self._refreshed(slot, now)
         return True
 
     def cancel(self, reservation: Reservation, now: float) -> bool:
@@ -227,6 +225,10 @@ class Scheduler:
         return 0 if slot is None else slot.num_requests
 
     @property
+    def version_floor(self) -> PolicyVersion:
+        return self._standing.floor
+
+    @property
     def num_waiting(self) -> int:
         return len(self._queue)
 
@@ -335,6 +337,27 @@ class Scheduler:
         self._standing.refresh(slot, now)
         if self._queue:
             self._dispatch(now)
+
+    def _blame(
+        self,
+        slot: Slot,
+        reservation: Reservation,
+        kind: FailureKind,
+        retry_after_s: float | None,
+        now: float,
+    ) -> None:
+        breaker = slot.breaker
+        was_open = breaker.state(now) != "closed"
+        match kind:
+            case "client_error":
+                breaker.on_answered()
+            case "saturated":
+                breaker.on_saturated(retry_after_s, now)
+            case "fault":
+                breaker.on_fault(reservation.serial, now)
+            case _:
+                assert_never(kind)
+        self._standing.note_breaker(slot, was_open=was_open, now=now)
 
     def _on_answered(self, slot: Slot, now: float) -> None:
         was_open = slot.breaker.state(now) != "closed"

@@ -13,6 +13,13 @@ import msgspec
 from libra.config.weights import PauseMode, ReloadMethod, ReloadStrategy
 from libra.ids import Incarnation, InstanceId, PolicyVersion, RunId
 
+INSTANCE_ID_VARIABLE = "LIBRA_INSTANCE_ID"
+INCARNATION_VARIABLE = "LIBRA_INCARNATION"
+RUN_ID_VARIABLE = "LIBRA_RUN_ID"
+WEIGHTS_DIRECTORY_VARIABLE = "LIBRA_WEIGHTS_DIR"
+TOKEN_FILE_VARIABLE = "LIBRA_TOKEN_FILE"  # noqa: S105 - the name of a variable
+"""Environment that a server is started with."""
+
 INSTANCE_HEADER = "X-Libra-Instance"
 INCARNATION_HEADER = "X-Libra-Incarnation"
 VERSIONS_HEADER = "X-Libra-Policy-Versions"
@@ -51,8 +58,9 @@ class ReloadAck(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     run_id: RunId
     nonce: str
-    policy_version: PolicyVersion
-    """The version the server answers with now; equals the request's when `error` is None."""
+    policy_version: PolicyVersion | None
+    """The version the server answers with now, None if it is unknown after a failed load; equals
+    the request's when `error` is None."""
 
     method: ReloadMethod
     strategy: ReloadStrategy

@@ -368,7 +368,7 @@ class FakeVllm:
             incarnation=self.incarnation,
             run_id=request.run_id,
             nonce=request.nonce,
-            policy_version=request.policy_version if error is None else self.version or 0,
+            policy_version=request.policy_version if error is None else self.version,
             method="inplace",
             strategy=request.strategy,
             lock_wait_s=lock_wait_s,

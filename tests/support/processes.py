@@ -16,6 +16,7 @@ from libra_supervisor.process.kernel import Linux, read_table
 from libra_supervisor.process.logs import LogPolicy, LogRelay, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner
 from libra_supervisor.process.spec import Limits, ProcessSpec
+from libra_supervisor.process.tree import StopDeadlines, Tree
 
 CHILDREN = Path(__file__).parent / "children"
 
@@ -33,6 +34,7 @@ class Site:
         )
         self.posted: list[ChildEvent] = []
         self.rng = Random(7)
+        self.trees: list[Tree] = []
 
     async def post(self, event: ChildEvent) -> None:
         self.posted.append(event)
@@ -42,7 +44,9 @@ class Site:
 
     async def spawn(self, *argv: str, **changes):
         spec = self.spec(*argv, **changes)
-        return await self.spawner.spawn(spec, Incarnation(f"{spec.child_id}-1"))
+        child = await self.spawner.spawn(spec, Incarnation(f"{spec.child_id}-1"))
+        self.trees.append(child.tree)
+        return child
 
 
 def run_id_of(run_dir: Path) -> RunId:
@@ -80,7 +84,13 @@ async def site(
         run_dir, run_id=run_id_of(run_dir), env=dict(os.environ), post=post, policy=policy
     ) as logs:
         holder.append(Site(run_dir, logs, cgroups))
-        yield holder[0]
+        holder[0].taken_over = logs.children
+        try:
+            yield holder[0]
+        finally:
+            with anyio.CancelScope(shield=True):
+                for tree in holder[0].trees:
+                    await tree.end(StopDeadlines(term_grace_s=0, kill_wait_s=5))
 
 
 def processes_tagged(run_id: str) -> list[int]:

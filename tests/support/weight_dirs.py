@@ -5,8 +5,10 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from libra.ids import PolicyVersion, RunId
-from libra.storage.weights_files import write_manifest
+from libra.storage.digest import file_entry
+from libra.storage.manifests import write_manifest
+from libra.storage.safetensors import model_tensors
+from libra.weights.manifest import FORMAT, MANIFEST_NAME, WeightsManifest
 
 
 def tiny_tensors(seed: int) -> dict[str, np.ndarray]:
@@ -24,15 +26,28 @@ def publish_weights(
     *,
     run_id: str = "run-1",
     tensors: dict[str, np.ndarray] | None = None,
+    tied_embeddings: bool = False,
 ) -> tuple[Path, str]:
     """Write `root/vNNNNNN` with one safetensors file; returns the directory and its hash."""
     directory = root / f"v{version:06d}"
     directory.mkdir(parents=True)
     save_file(tensors or tiny_tensors(version), str(directory / "model.safetensors"))
-    _, manifest_hash = write_manifest(
-        directory,
-        run_id=RunId(run_id),
-        policy_version=PolicyVersion(version),
-        tied_embeddings=False,
+    return directory, describe_version(
+        directory, version, run_id=run_id, tied_embeddings=tied_embeddings
     )
-    return directory, manifest_hash
+
+
+def describe_version(
+    directory: Path, version: int, *, run_id: str, tied_embeddings: bool = False
+) -> str:
+    """Write the manifest of what lies in `directory` now; returns its hash."""
+    files = sorted(path for path in directory.iterdir() if path.name != MANIFEST_NAME)
+    manifest = WeightsManifest(
+        format=FORMAT,
+        run_id=run_id,
+        policy_version=version,
+        tied_embeddings=tied_embeddings,
+        files=tuple(file_entry(path) for path in files),
+        tensors=tuple(model_tensors(directory)),
+    )
+    return write_manifest(directory, manifest)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from libra.config.problems import Problem
-from libra.config.rules import batch, exclusive, parallelism, planning, rollout, scheduling
+from libra.config.rules import batch, code, exclusive, parallelism, planning, rollout, scheduling
 from libra.config.run import RunConfig
 
 Rule: TypeAlias = Callable[[RunConfig], Iterable[Problem]]
@@ -17,6 +17,7 @@ RULES: tuple[Rule, ...] = (
     *batch.RULES,
     *parallelism.RULES,
     *rollout.RULES,
+    *code.RULES,
     *scheduling.RULES,
     *planning.RULES,
     *exclusive.RULES,

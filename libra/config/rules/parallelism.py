@@ -88,6 +88,38 @@ def sequence_parallel_needs_tp(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def moe_needs_sequence_parallel(config: RunConfig) -> Iterator[Problem]:
+    """Check what Megatron's MoE layer asserts in its first training step."""
+    arch, training = config.model_arch, config.training
+    if (
+        arch is not None
+        and arch.num_experts
+        and training.train_tp_size > 1
+        and not config.megatron.megatron_sequence_parallel
+    ):
+        yield Problem(
+            path="megatron_sequence_parallel",
+            what=f"must be true for a MoE model with train_tp_size {training.train_tp_size}",
+            hint="set it to true",
+            related=("train_tp_size", "model_arch.num_experts"),
+        )
+
+
+def precision_aware_needs_sharding(config: RunConfig) -> Iterator[Problem]:
+    """Check that the optimizer whose state is to be narrow is the distributed one."""
+    megatron = config.megatron
+    if (
+        megatron.megatron_use_precision_aware_optimizer
+        and not megatron.megatron_use_distributed_optimizer
+    ):
+        yield Problem(
+            path="megatron_use_precision_aware_optimizer",
+            what="needs megatron_use_distributed_optimizer, which is false",
+            hint="set that to true",
+            related=("megatron_use_distributed_optimizer",),
+        )
+
+
 def head_dim_on_cpu(config: RunConfig) -> Iterator[Problem]:
     """Check the width that vLLM's CPU attention takes."""
     arch = config.model_arch
@@ -129,5 +161,7 @@ RULES = (
     training_shape,
     rollout_shape,
     sequence_parallel_needs_tp,
+    moe_needs_sequence_parallel,
+    precision_aware_needs_sharding,
     head_dim_on_cpu,
 )

@@ -12,7 +12,6 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CPU_KV_CACHE_BYTES = 64 * 2**20
 """What rollout_kv_cache_bytes 0 means on CPU."""
 
-_CODE_NAME = re.compile(r"^[A-Za-z_]\w*(?:(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)?$")
 _URL = re.compile(r"^https?://(?:\[[0-9A-Fa-f:.]+\]|[^\s/:@\[\]]+):[0-9]{1,5}/?$")
 
 
@@ -197,15 +196,6 @@ def ports_are_free_of_each_other(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def code_names(config: RunConfig) -> Iterator[Problem]:
-    """Check the form of names that stand for code."""
-    for key, name in (("workflow", config.data.workflow), ("reward", config.data.reward)):
-        if not _CODE_NAME.match(name):
-            yield Problem(
-                path=key, what=f"{name!r} is neither a built-in's name nor module:function"
-            )
-
-
 def run_name_is_a_file_name(config: RunConfig) -> Iterator[Problem]:
     """Check that the run directory can carry the name."""
     name = config.control.run_name
@@ -237,7 +227,6 @@ RULES = (
     somebody_serves,
     endpoints_are_urls,
     ports_are_free_of_each_other,
-    code_names,
     run_name_is_a_file_name,
 )
 WARNINGS = (frozen_engines,)

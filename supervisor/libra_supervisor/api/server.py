@@ -57,8 +57,13 @@ def is_loopback(host: str) -> bool:
 
 @asynccontextmanager
 async def _running(application: web.Application) -> AsyncIterator[web.AppRunner]:
+    # A gateway client that goes away must stop the engine's work, so its handler is cancelled.
     runner = web.AppRunner(
-        application, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_S
+        application,
+        access_log=None,
+        handle_signals=False,
+        shutdown_timeout=SHUTDOWN_S,
+        handler_cancellation=True,
     )
     await runner.setup()
     try:

@@ -15,6 +15,9 @@ class Display(Protocol):
     def show(self, progress: Progress) -> None:
         """Paint one look at the run; cheap, called a few times a second at most."""
 
+    def log(self, line: str) -> None:
+        """Print one line of the control log above what is painted."""
+
 
 class PlainDisplay:
     """A line when the step or what is waited for changes, and nothing otherwise."""
@@ -22,6 +25,9 @@ class PlainDisplay:
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
         self._last: tuple[int, str] | None = None
+
+    def log(self, line: str) -> None:
+        self._write(line + "\n")
 
     def show(self, progress: Progress) -> None:
         current = (progress.step, progress.phase)
@@ -39,6 +45,9 @@ class LiveDisplay:
 
     def __init__(self, live: Live) -> None:
         self._live = live
+
+    def log(self, line: str) -> None:
+        self._live.console.print(line, markup=False, highlight=False)
 
     def show(self, progress: Progress) -> None:
         table = Table.grid(padding=(0, 2))

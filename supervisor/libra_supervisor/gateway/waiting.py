@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Never
 import anyio
 
 from libra import clock
-from libra.errors import DrainingError, OverloadedError
+from libra.errors import (
+    DrainingError,
+    LibraError,
+    OverloadedError,
+    PeerError,
+    RefusedError,
+    RejectedError,
+)
 from libra.scheduling.request import Refused, Reservation, Routed, RouteRequest, Ticket
 
 if TYPE_CHECKING:
@@ -18,30 +25,45 @@ TICK_S = 0.25
 """Longest delay before a state that ends by time alone is noticed while requests wait."""
 
 
+class SaturatedError(OverloadedError):
+    """An instance answered 429 or 503: it lives and asks for a pause."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class Placement:
-    """A place on one instance; ended by `complete` or `fail`, else cancelled by its owner."""
+    """A place on one instance; whoever holds it says how the request ended."""
 
     def __init__(self, scheduler: "Scheduler", reservation: Reservation) -> None:
         self._scheduler = scheduler
         self.reservation = reservation
 
-    def complete(self, num_output_tokens: int) -> None:
-        """End with a whole answer of that many tokens."""
+    def complete(self, num_output_tokens: int | None) -> None:
+        """End with a whole answer of that many tokens; None: nobody counted them."""
         self._scheduler.complete(self.reservation, num_output_tokens, clock.now())
 
-    def fail_by_client(self) -> None:
-        """End with a 4xx: the request was bad, the instance works."""
-        self._scheduler.fail(self.reservation, "client_error", clock.now())
+    def fail(self, error: LibraError) -> None:
+        """End without a whole answer; the error's kind says whether the instance is to blame.
 
-    def fail_by_saturation(self, retry_after_s: float | None) -> None:
-        """End with a 429 or 503: the instance lives and asks for a pause."""
-        self._scheduler.fail(
-            self.reservation, "saturated", clock.now(), retry_after_s=retry_after_s
-        )
-
-    def fail_by_instance(self) -> None:
-        """End with a 5xx, a broken connection or a timeout."""
-        self._scheduler.fail(self.reservation, "fault", clock.now())
+        RejectedError: the request was wrong. RefusedError: the instance is full. PeerError: it
+        broke. Any other counts as cancelled.
+        """
+        now = clock.now()
+        match error:
+            case RejectedError():
+                self._scheduler.fail(self.reservation, "client_error", now)
+            case SaturatedError():
+                self._scheduler.fail(
+                    self.reservation, "saturated", now, retry_after_s=error.retry_after_s
+                )
+            case RefusedError():
+                self._scheduler.fail(self.reservation, "saturated", now)
+            case PeerError():
+                self._scheduler.fail(self.reservation, "fault", now)
+            case _:
+                self._scheduler.cancel(self.reservation, now)
 
 
 class WaitingRoom:
@@ -53,14 +75,20 @@ class WaitingRoom:
 
     @asynccontextmanager
     async def place(self, request: RouteRequest) -> AsyncGenerator[Placement]:
-        """Hold a place for `request`, waited for if need be, given back however the block ends.
+        """A place for `request`, waited for if need be, given back however the block ends.
 
-        Raises OverloadedError when the queue is full or the deadline passes, DrainingError when
-        the run is stopping. A block that ends without `complete` or `fail` counts as cancelled.
+        A block that raises a LibraError ends as `Placement.fail` says; one that ends in any other
+        way without `complete` counts as cancelled. Raises OverloadedError when the queue is full
+        or the deadline passes, DrainingError when the run is stopping.
         """
         reservation = await self._reserve(request)
+        placement = Placement(self._scheduler, reservation)
         try:
-            yield Placement(self._scheduler, reservation)
+            yield placement
+        except LibraError as error:
+            if self._scheduler.is_open(reservation):
+                placement.fail(error)
+            raise
         finally:
             if self._scheduler.is_open(reservation):
                 self._scheduler.cancel(reservation, clock.now())

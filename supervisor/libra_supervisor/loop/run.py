@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import structlog
-
 from libra import clock
 from libra_supervisor.events import Event, Ticked
 from libra_supervisor.inbox import Inbox
@@ -13,14 +11,17 @@ from libra_supervisor.loop.moment import Moment
 
 TICK_S = 0.5
 
-_log = structlog.get_logger()
-
 
 async def run_loop(
-    inbox: Inbox[Event], control: Control, execute: Callable[[Command], None]
+    inbox: Inbox[Event],
+    control: Control,
+    execute: Callable[[Command], None],
+    *,
+    note: Callable[[Event], None],
 ) -> None:
-    """Handle events until the run ends (`Control.is_ending`)."""
+    """Handle events until the run ends (`Control.is_ending`); `note` hears each one first."""
     async for event in inbox.events():
+        note(event)
         at = Moment(clock.now(), clock.wall_ns())
         for command in control.on_event(event, at):
             execute(command)

@@ -4,7 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import anyio
 import msgspec
@@ -27,6 +27,9 @@ Tag: TypeAlias = tuple[str, str]
 Table: TypeAlias = Mapping[int, ProcessRow]
 Choose: TypeAlias = Callable[[Table, Callable[[int], Tag | None]], list[ProcessRow]]
 """Picks rows of the table; the second argument reads a process's tag."""
+
+
+STACK_DUMP_SIGNAL: Final = signal.SIGABRT
 
 
 class Survey(msgspec.Struct, frozen=True):
@@ -98,6 +101,17 @@ def signal_process(pid: int, start_ticks: int, signum: int) -> bool:
     finally:
         os.close(pidfd)
     return True
+
+
+def request_stack_dump(identities: Iterable[ProcessIdentity | None]) -> None:
+    """End Python processes with their stacks on stderr.
+
+    PYTHONFAULTHANDLER has to be set in their environment. The handler is C code: it runs even
+    where the interpreter is stuck in a collective or a lock.
+    """
+    for identity in identities:
+        if identity is not None:
+            signal_process(identity.pid, identity.start_ticks, STACK_DUMP_SIGNAL)
 
 
 def read_table() -> dict[int, ProcessRow]:

@@ -74,6 +74,23 @@ Over: TypeAlias = Exited | Stuck | Asked
 """Why one life is over."""
 
 
+class Verdict(msgspec.Struct, frozen=True):
+    """What a failure means, in the words of those who know this kind of child."""
+
+    cause: str
+    is_final: bool = False
+    """No restart can help: the configuration is wrong, the learning diverged."""
+
+
+class End(msgspec.Struct, frozen=True):
+    """How one life ended, after its tree was ended."""
+
+    verdict: Verdict
+    last_lines: tuple[str, ...]
+    is_gone: bool
+    """False: something of it outlived SIGKILL."""
+
+
 class ChildHooks:
     """What differs from one kind of child to another. Override what the kind needs."""
 
@@ -101,3 +118,7 @@ class ChildHooks:
 
     async def dump(self, child: RunningChild) -> None:
         """Before a stuck child is ended: have it say where it hangs."""
+
+    async def judge(self, child: RunningChild, cause: str, last_lines: tuple[str, ...]) -> Verdict:
+        """After an end that nobody asked for: the cause for the operator, and whether to go on."""
+        return Verdict(cause)

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -21,7 +22,7 @@ import msgspec
 from libra.errors import PeerError
 from libra.wire.framing import FrameDecoder, encode_frame
 from libra_supervisor.process.log_file import LogFile
-from libra_supervisor.process.log_lines import LineSplitter, shown
+from libra_supervisor.process.log_lines import shown
 from libra_supervisor.process.log_messages import (
     AskHeld,
     AskTail,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 READ_BYTES: Final = 256 * 1024
 _MAX_MESSAGE_BYTES: Final = 1 << 20
 _MAX_FDS: Final = 253
-_PAUSED_POLL_MS: Final = 100
+_PAUSED_POLL_S: Final = 0.1
 _FINISH_S: Final = 5.0
 
 
@@ -100,7 +101,7 @@ class Relay:
         for fd in (self._listener.fileno(), self._wake_read):
             self._poller.register(fd, select.EPOLLIN)
         while not self._is_done():
-            for fd, _ in self._poller.poll(self._timeout_ms()):
+            for fd, _ in self._poller.poll(self._timeout_s()):
                 self._serve(fd)
             self._resume_paused()
             self._send_reports()
@@ -109,8 +110,8 @@ class Relay:
     def _is_done(self) -> bool:
         return self._was_linked and not self._links and not self._sources
 
-    def _timeout_ms(self) -> int:
-        return _PAUSED_POLL_MS if any(s.is_paused for s in self._sources.values()) else -1
+    def _timeout_s(self) -> float | None:
+        return _PAUSED_POLL_S if any(s.is_paused for s in self._sources.values()) else None
 
     def _serve(self, fd: int) -> None:
         if (source := self._sources.get(fd)) is not None:
@@ -147,7 +148,7 @@ class Relay:
 
     def _pause(self, source: Source) -> None:
         if not source.is_paused:
-            source.is_paused = True
+            source.is_paused = source.sink.is_awaited = True
             self._poller.unregister(source.fd)
 
     def _resume_paused(self) -> None:
@@ -227,7 +228,7 @@ class Relay:
         for source in [s for s in self._sources.values() if s.sink is sink]:
             while source.fd in self._sources and self._read(source):
                 pass
-        return _last_lines(sink, ask.num_lines)
+        return tuple(shown(line) for line in sink.last_lines(ask.num_lines))
 
     def _hand_over(self, link: Link, request: int) -> None:
         attaches: list[Attach] = []
@@ -264,24 +265,26 @@ class Relay:
                 self._answer(link, report)
 
 
-def _last_lines(sink: LogSink, num_lines: int) -> tuple[str, ...]:
-    splitters = {stream: LineSplitter() for stream in Stream}
-    lines: deque[bytes] = deque(maxlen=num_lines)
-    for stream, chunk in sink.tail():
-        lines += splitters[stream].feed(chunk)
-    for splitter in splitters.values():
-        lines += splitter.flush()
-    return tuple(shown(line) for line in lines)
-
-
 def main() -> int:
     # The relay ends by the end of its inputs; a stop signal sent to a whole session or job step
     # must not cut the logs of children that are still stopping.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     listener = socket.socket(fileno=int(sys.argv[1]))
+    path = Path(sys.argv[2])
+    ours = _inode_of(path)
     Relay(listener).run()
+    # Unless a later relay has bound the name anew.
+    if ours is not None and _inode_of(path) == ours:
+        path.unlink(missing_ok=True)
     return 0
+
+
+def _inode_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
 
 
 if __name__ == "__main__":

@@ -14,14 +14,34 @@ from typing import Final
 from libra import clock
 from libra.ids import ChildId
 from libra_supervisor.process.log_file import LogFile
+from libra_supervisor.process.log_lines import LineSplitter
 from libra_supervisor.process.log_messages import RelayReport, SinkFailed, SinkRecovered
 from libra_supervisor.process.streams import Stream
 
 MAX_PENDING_BYTES: Final = 8 * 2**20
 STUCK_AFTER_S: Final = 1.0
-TAIL_BYTES: Final = 256 * 1024
+TAIL_BYTES: Final = 128 * 1024
 _RETRY_AFTER_S: Final = 0.2
 _REPORT_EVERY_S: Final = 10.0
+
+
+class Tail:
+    """The last bytes of one stream."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[bytes] = deque()
+        self._num_bytes = 0
+
+    def add(self, chunk: bytes) -> None:
+        self._chunks.append(chunk[-TAIL_BYTES:])
+        self._num_bytes += len(self._chunks[-1])
+        while self._num_bytes - len(self._chunks[0]) >= TAIL_BYTES:
+            self._num_bytes -= len(self._chunks.popleft())
+
+    def lines(self) -> list[bytes]:
+        splitter = LineSplitter()
+        lines = [line for chunk in self._chunks for line in splitter.feed(chunk)]
+        return lines + splitter.flush()
 
 
 class LogSink:
@@ -35,11 +55,13 @@ class LogSink:
     ) -> None:
         self.child_id = child_id
         self.pending_bytes = 0
+        self.is_awaited = False
+        """A reader paused until there is room again."""
+
         self._file = file
         self._report = report
         self._lock = threading.Lock()
-        self._tail: deque[tuple[Stream, bytes]] = deque()
-        self._tail_bytes = 0
+        self._tails = {stream: Tail() for stream in Stream}
         self._dropped_bytes = 0
         self._unsaid_bytes = 0
         self._failing: str | None = None
@@ -48,18 +70,22 @@ class LogSink:
 
     def remember(self, stream: Stream, chunk: bytes) -> None:
         """Keep the chunk for error reports, whatever becomes of the file."""
-        self._tail.append((stream, chunk[-TAIL_BYTES:]))
-        self._tail_bytes += min(len(chunk), TAIL_BYTES)
-        while self._tail_bytes - len(self._tail[0][1]) >= TAIL_BYTES:
-            self._tail_bytes -= len(self._tail.popleft()[1])
+        self._tails[stream].add(chunk)
 
     def forget(self) -> None:
         """Begin anew with a new process: the old one's last words are not its own."""
-        self._tail.clear()
-        self._tail_bytes = 0
+        self._tails = {stream: Tail() for stream in Stream}
 
-    def tail(self) -> list[tuple[Stream, bytes]]:
-        return list(self._tail)
+    def last_lines(self, num_lines: int) -> list[bytes]:
+        """The last lines of both streams; each keeps half of the room at least.
+
+        A flood on stdout must not push the traceback on stderr out of sight.
+        """
+        lines_of = {stream: self._tails[stream].lines() for stream in (Stream.OUT, Stream.ERR)}
+        half = num_lines // 2
+        num_err = min(len(lines_of[Stream.ERR]), max(half, num_lines - len(lines_of[Stream.OUT])))
+        out = lines_of[Stream.OUT][-(num_lines - num_err) :] if num_err < num_lines else []
+        return out + lines_of[Stream.ERR][len(lines_of[Stream.ERR]) - num_err :]
 
     @property
     def is_full(self) -> bool:
@@ -159,9 +185,10 @@ class LogWriter:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             sink, stream, chunk, wall_ns = item
-            was_full = sink.is_full
             self._writing_since = clock.monotonic()
             sink.write(stream, chunk, wall_ns)
             self._writing_since = None
-            if was_full and not sink.is_full:
+            # A reader that pauses just now is missed here; it looks again by itself.
+            if sink.is_awaited and not sink.is_full:
+                sink.is_awaited = False
                 self._wake()

@@ -38,6 +38,7 @@ from libra_supervisor.process.peer import connect, listen
 from libra_supervisor.process.spec import CHILD_TAG, RUN_TAG, without_inherited
 
 RELAY_ID: Final = ChildId("log-relay")
+RELAY: Final = (sys.executable, "-m", "libra_supervisor.process.log_relay")
 SOCKET_NAME: Final = ".log-relay.sock"
 _REPLY_WAIT_S: Final = 2.0
 _END_WAIT_S: Final = 6.0
@@ -73,18 +74,20 @@ class LogRelay:
         self._num_requests = 0
         self._received_fds: list[int] = []
 
-    async def start(self) -> frozenset[ChildId]:
-        """Find the relay of an earlier supervisor or start one.
+    @property
+    def children(self) -> frozenset[ChildId]:
+        """Children whose pipes are open in the relay: after a start, those of an earlier life."""
+        return frozenset(self._held)
 
-        Returns the children whose pipes are open there. Raises SiteError when neither works.
-        """
+    async def start(self) -> None:
+        """Find the relay of an earlier supervisor or start one. Raises SiteError."""
         self._directory.mkdir(parents=True, exist_ok=True)
         try:
             self._connection = connect(self._socket_path)
         except OSError:
             self._start_relay()
-            return frozenset()
-        return await self._take_over()
+            return
+        await self._take_over()
 
     async def run(self) -> None:
         """Receive reports until cancelled; replace a relay that died."""
@@ -158,7 +161,7 @@ class LogRelay:
         }
         with (self._directory / "log-relay.log").open("ab") as output:
             return subprocess.Popen(  # noqa: S603 - our own program
-                [sys.executable, "-m", "libra_supervisor.process.log_relay", str(listener_fd)],
+                [*RELAY, str(listener_fd), str(self._socket_path)],
                 env=env,
                 cwd="/",
                 stdin=subprocess.DEVNULL,
@@ -168,7 +171,7 @@ class LogRelay:
                 start_new_session=True,
             )
 
-    async def _take_over(self) -> frozenset[ChildId]:
+    async def _take_over(self) -> None:
         """Get copies of the pipes that the relay of an earlier supervisor holds."""
         self._send(AskHeld(0))
         decoder = FrameDecoder(max_frame_bytes=_MAX_MESSAGE_BYTES)
@@ -178,9 +181,8 @@ class LogRelay:
                     report = msgspec.msgpack.decode(frame, type=RelayReport)
                     if isinstance(report, Held):
                         self._keep(report)
-                        return frozenset(self._held)
+                        return
         self._start_relay()
-        return frozenset()
 
     def _keep(self, held: Held) -> None:
         fds, self._received_fds = self._received_fds, []

@@ -23,6 +23,13 @@ def peer_uid(connection: socket.socket) -> int:
     return int(uid)
 
 
+def peer_pid(connection: socket.socket) -> int:
+    """Process id of the process that connected; it may have ended since."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, _, _ = _CREDENTIALS.unpack(raw)
+    return int(pid)
+
+
 def listen(path: Path, *, backlog: int = 64) -> socket.socket:
     """Listen at `path`, mode 0600; replaces a file left there. Not inheritable."""
     path.unlink(missing_ok=True)

@@ -38,9 +38,11 @@ from libra_supervisor.process.lifecycle import (
     ChildState,
     ChildStatus,
     Deadlines,
+    End,
     Exited,
     Over,
     Stuck,
+    Verdict,
 )
 from libra_supervisor.process.restart import GiveUp, RestartAfter, RestartBudget
 from libra_supervisor.process.spawn import Spawner
@@ -136,7 +138,7 @@ class Supervision:
         try:
             child = adopted or await self._start()
         except ChildError as error:
-            return await self._after_failure(str(error), ())
+            return await self._after_failure(Verdict(str(error)), ())
         if child is None:
             return True
         self._child = child
@@ -278,13 +280,13 @@ class Supervision:
             case Asked():
                 await self._drain(child)
         with anyio.CancelScope(shield=True):  # bounded by the deadlines
-            cause, lines, is_gone = await self._end(child, deadlines, over)
-        if not is_gone:
-            self._enter(ChildState.UNKILLABLE, detail=cause)
+            end = await self._end(child, deadlines, over)
+        if not end.is_gone:
+            self._enter(ChildState.UNKILLABLE, detail=end.verdict.cause)
             return False
         if isinstance(over, Asked):
             return True
-        return await self._after_failure(cause, lines)
+        return await self._after_failure(end.verdict, end.last_lines)
 
     async def _drain(self, child: RunningChild) -> None:
         """Bounded by drain_timeout_s, the second stop command and the child's own exit."""
@@ -299,19 +301,17 @@ class Supervision:
                 tasks.start_soon(cancel_after, child.wait)
                 tasks.start_soon(cancel_after, self._hurry.wait)
 
-    async def _end(
-        self, child: RunningChild, deadlines: StopDeadlines, over: Over
-    ) -> tuple[str, tuple[str, ...], bool]:
-        """End the tree and report; (cause in words, last lines, whether all of it is gone)."""
+    async def _end(self, child: RunningChild, deadlines: StopDeadlines, over: Over) -> End:
+        """End the tree, let go of the process, report."""
         ended = await child.tree.end(deadlines, hurry=self._hurry)
         status = ExitStatus(None, None)
         if not any(row.pid == child.identity.pid for row in ended.survivors):
             status = await child.wait()
         lines = await child.last_lines(NUM_LAST_LINES)
         child.reap()
-        cause = f"{over.reason} ({status})" if isinstance(over, Stuck) else str(status)
+        verdict = await self._verdict(child, over, status, lines)
         if ended.survivors:
-            cause = f"processes do not end: {ended.detail}"
+            verdict = Verdict(f"processes do not end: {ended.detail}")
             pids = tuple(row.pid for row in ended.survivors)
             await self._post(
                 ChildUnkillable(self._child_id, child.incarnation, pids, ended.detail, clock.now())
@@ -323,32 +323,40 @@ class Supervision:
                 exit_code=status.exit_code,
                 signal=status.signal,
                 asked_for=isinstance(over, Asked),
-                reason=cause,
+                reason=verdict.cause,
                 last_lines=lines,
                 at=clock.now(),
             )
         )
-        return cause, lines, not ended.survivors
+        return End(verdict, lines, is_gone=not ended.survivors)
 
-    async def _after_failure(self, cause: str, lines: tuple[str, ...]) -> bool:
-        """Ask the budget and wait; False when it is spent."""
+    async def _verdict(
+        self, child: RunningChild, over: Over, status: ExitStatus, lines: tuple[str, ...]
+    ) -> Verdict:
+        cause = f"{over.reason} ({status})" if isinstance(over, Stuck) else str(status)
+        if isinstance(over, Asked):
+            return Verdict(cause)
+        return await self._hooks.judge(child, cause, lines)
+
+    async def _after_failure(self, verdict: Verdict, lines: tuple[str, ...]) -> bool:
+        """Ask the budget and wait; False when it is spent or no restart can help."""
         if self._is_stop_wanted:
             return True
-        match self._budget.on_failure(cause, now=clock.now(), rng=self._rng):
+        now, cause = clock.now(), verdict.cause
+        decision = self._budget.on_failure(cause, now=now, rng=self._rng)
+        if verdict.is_final:
+            decision = GiveUp("a restart cannot help", cause, self._budget.num_failures)
+        match decision:
             case RestartAfter(delay_s, num_recent):
                 self._enter(ChildState.BACKING_OFF, detail=cause, has_failed=True)
-                await self._post(
-                    ChildRestartScheduled(self._child_id, delay_s, num_recent, clock.now())
-                )
+                await self._post(ChildRestartScheduled(self._child_id, delay_s, num_recent, now))
                 with anyio.move_on_after(delay_s):
                     await self._asked.wait()
                 return True
             case GiveUp(reason, first_cause, num_failures):
                 self._enter(ChildState.GAVE_UP, detail=f"{reason}: {cause}", has_failed=True)
                 await self._post(
-                    ChildGaveUp(
-                        self._child_id, reason, first_cause, num_failures, lines, clock.now()
-                    )
+                    ChildGaveUp(self._child_id, reason, first_cause, num_failures, lines, now)
                 )
                 return False
 

@@ -1,1 +1,1 @@
-"""Tasks that turn admitted prompts into scored trajectories."""
+"""The tasks that make trajectories: workflows over the engines, retries, scores, events."""

@@ -1,0 +1,37 @@
+"""A configuration with a plan written into it: what every later reader of counts and sizes sees."""
+
+from collections import Counter
+
+from msgspec.structs import replace
+
+from libra.config.rollout import TpBucket
+from libra.config.run import RunConfig
+from libra.planner.plan import Plan
+
+
+def planned_config(config: RunConfig, plan: Plan) -> RunConfig:
+    """`config` as if `plan`'s split had been configured.
+
+    GPU counts, parallel sizes, micro-batch and instances are the plan's, the strategy becomes
+    `configured`; everything else stays.
+    """
+    train = plan.train
+    degrees = Counter(instance.tp for instance in plan.instances)
+    buckets = [TpBucket(tp=tp, count=degrees[tp]) for tp in sorted(degrees, reverse=True)]
+    return replace(
+        config,
+        training=replace(
+            config.training,
+            train_gpus=train.world_size,
+            train_tp_size=train.tp,
+            train_pp_size=train.pp,
+            train_cp_size=train.cp,
+            train_ep_size=train.ep,
+            micro_batch_size=train.micro_batch_size or config.training.micro_batch_size,
+        ),
+        rollout=replace(config.rollout, rollout_gpus=plan.num_rollout_gpus),
+        heterogeneous_rollout=replace(config.heterogeneous_rollout, instances=buckets),
+        global_resource_planner=replace(
+            config.global_resource_planner, initial_allocation_strategy="configured"
+        ),
+    )

@@ -1,0 +1,82 @@
+"""A plan report as text for a terminal."""
+
+from collections.abc import Iterator, Sequence
+
+from libra.models.kv_capacity import GIB
+from libra.planner.calibration import Calibration
+from libra.planner.layout import RolloutLayout
+from libra.planner.memory import MemoryBudget
+from libra.planner.report import Option, PlanReport
+from libra.planner.search import format_tps
+
+_PRUNED_SHOWN = 40
+
+
+def render_plan(report: PlanReport, calibration: Calibration | None = None) -> str:
+    """The choice with its budget, the runners-up, every pruned branch, and what was calibrated."""
+    return "\n".join(_lines(report, calibration)) + "\n"
+
+
+def _lines(report: PlanReport, calibration: Calibration | None) -> Iterator[str]:
+    yield f"demand: {report.demand}"
+    yield "choice"
+    yield from _option(report.choice)
+    if report.choice.estimate is not None:
+        yield from _budget(report.choice.estimate.train_budget)
+        yield from _layout(report.choice.estimate.rollout)
+    for note in report.notes:
+        yield f"note: {note}"
+    if report.runners_up:
+        yield "runners-up"
+        for option in report.runners_up:
+            yield from _option(option)
+    if report.pruned:
+        yield f"left out ({len(report.pruned)})"
+        yield from (f"  {pruned}" for pruned in report.pruned[:_PRUNED_SHOWN])
+        if len(report.pruned) > _PRUNED_SHOWN:
+            yield f"  and {len(report.pruned) - _PRUNED_SHOWN} more; --json has all"
+    yield from _calibration(calibration)
+
+
+def _option(option: Option) -> Iterator[str]:
+    yield f"  train   {option.train.num_gpus:>5} GPUs: {option.train}"
+    yield f"  rollout {sum(option.rollout_tps):>5} GPUs: {format_tps(option.rollout_tps)}"
+    estimate = option.estimate
+    if estimate is not None:
+        train = estimate.train
+        yield (
+            f"    step {estimate.step_s:.1f} s = max(train {train.total_s:.1f} s, "
+            f"rollout {estimate.rollout.makespan_s:.1f} s); recompute "
+            f"{train.recompute_logprobs_s:.1f} s, update {train.grpo_update_s:.1f} s, "
+            f"bubble {train.bubble_fraction:.0%}"
+        )
+
+
+def _budget(budget: MemoryBudget) -> Iterator[str]:
+    items = ", ".join(f"{item} {size / GIB:.1f}" for item, size in budget.bytes_of.items() if size)
+    yield f"    memory of a training rank: {budget} is the largest; GiB: {items}"
+
+
+def _layout(layout: RolloutLayout) -> Iterator[str]:
+    for tp in sorted({block.tp for block in layout.blocks}, reverse=True):
+        blocks = [block for block in layout.blocks if block.tp == tp]
+        num_requests = sum(block.end - block.begin for block in blocks)
+        seconds = _range([block.seconds for block in blocks])
+        yield f"    TP{tp}: {len(blocks)} instances, {num_requests} requests, {seconds} s"
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.1f}", f"{max(values):.1f}"
+    return low if low == high else f"{low}-{high}"
+
+
+def _calibration(calibration: Calibration | None) -> Iterator[str]:
+    if calibration is None or not calibration.factors:
+        yield "calibration: none, figures are from data sheets and the shares in the documentation"
+        return
+    yield f"calibration of {calibration.model} on {calibration.hardware}"
+    for operation, factor in sorted(calibration.factors.items()):
+        yield (
+            f"  {operation}: x{factor.ratio:.2f} from {factor.num_observations} measurements, "
+            f"last prediction off by {factor.last_error_fraction:+.0%}"
+        )

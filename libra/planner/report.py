@@ -1,0 +1,46 @@
+"""What the planner found: its choice, what came next, and every branch it left."""
+
+import msgspec
+
+from libra.planner.layout import RolloutLayout
+from libra.planner.memory import MemoryBudget
+from libra.planner.plan import Plan
+from libra.planner.pruning import Pruned
+from libra.planner.train_cost import TrainCost
+from libra.planner.train_layout import TrainLayout
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """What the cost model expects of one training step."""
+
+    train: TrainCost
+    train_budget: MemoryBudget
+    rollout: RolloutLayout
+
+    @property
+    def step_s(self) -> float:
+        """Training and rollout go on side by side: the slower sets the pace."""
+        return max(self.train.total_s, self.rollout.makespan_s)
+
+
+class Option(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to use the GPUs."""
+
+    train: TrainLayout
+    rollout_tps: tuple[int, ...]
+    """Descending."""
+
+    estimate: Estimate | None = None
+    """None when hardware or model are not described (`configured` only)."""
+
+
+class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The planner's answer. `plan` places `choice` on slots."""
+
+    plan: Plan
+    choice: Option
+    runners_up: tuple[Option, ...]
+    pruned: tuple[Pruned, ...]
+    demand: str
+    notes: tuple[str, ...] = ()
+    """What an operator should know about the figures."""

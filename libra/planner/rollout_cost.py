@@ -1,0 +1,128 @@
+"""Seconds that one vLLM instance needs for a block of requests, in closed form.
+
+Continuous batching starts every request of the block at once and lets the shortest leave first,
+so with lengths L1 >= L2 >= ... the step s runs n(s) = #{k: Lk >= s} sequences. Summed over steps,
+every term below is a prefix sum over the sorted requests, and every term grows with the block:
+that is what makes the layout search exact (libra.planner.layout).
+
+* A decode step reads all resident weights, or computes 2 x parameters per sequence, whichever
+  takes longer: with `m_k` the marginal cost of the k-th sequence, sum over steps of m_1 + ... +
+  m_n(s) is sum over k of m_k Lk.
+* It reads every cached token: sum of L (prompt + (L + 1) / 2), the block's token-steps.
+* When the cache (or max_num_seqs) cannot hold the block, the number of steps is bounded by
+  token-steps / capacity (or tokens / max_num_seqs) instead of by the longest request.
+* One API process hands out a bounded number of tokens per second, whatever the GPU could do.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import msgspec
+
+from libra.planner.demand import Demand
+
+
+class InstanceCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Coefficients of one instance of one TP degree. All are at least 0, in seconds per unit."""
+
+    tp: int
+    step_s: float
+    """Per decode step, whatever its size: launches, scheduling, latency of the collectives."""
+
+    weights_s: float
+    """Per decode step: reading the weights that every token uses."""
+
+    expert_s: float
+    """Per sequence of a decode step until all experts are touched: reading its experts."""
+
+    num_expert_sequences: int
+    """Sequences after which every expert is read anyway; 0 for a dense model."""
+
+    compute_s: float
+    """Per sequence of a decode step beyond `num_free_sequences`: computing one token."""
+
+    num_free_sequences: int
+    """Sequences whose computation hides behind reading weights."""
+
+    token_s: float
+    """Per generated token: volume of the tensor-parallel collectives."""
+
+    cached_token_s: float
+    """Per cached token and decode step: reading its keys and values."""
+
+    prompt_token_s: float
+    """Per prompt token: computing it once."""
+
+    prompt_square_s: float
+    """Per squared prompt length: causal attention of the prefill."""
+
+    api_token_s: float
+    """Per generated token: the API process, beside the GPU's work and not added to it."""
+
+    capacity_tokens: int
+    """Tokens the KV cache holds."""
+
+    max_sequences: int
+    """vLLM's max_num_seqs."""
+
+
+class Workload:
+    """Requests sorted by response, longest first, with the prefix sums that costs need.
+
+    Sums are integers, so that a sub-block's cost never exceeds its block's by rounding.
+    """
+
+    def __init__(self, requests: Sequence[tuple[int, int]]) -> None:
+        """`requests` are (prompt tokens to compute, response tokens), in any order."""
+        ordered = sorted(requests, key=lambda request: (-request[1], -request[0]))
+        self.lengths = [length for _, length in ordered]
+        self.tokens = _prefix(self.lengths)
+        self.token_steps = _prefix([p * n + n * (n + 1) // 2 for p, n in ordered])
+        self.prompts = _prefix([p for p, _ in ordered])
+        self.prompt_squares = _prefix([p * p for p, _ in ordered])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+def workload_of(demand: Demand) -> Workload:
+    share = demand.prefill_share
+    return Workload(
+        [
+            (max(1, round(prompt * share)), response)
+            for prompt, response in zip(demand.prompt_tokens, demand.response_tokens, strict=True)
+        ]
+    )
+
+
+def block_seconds(cost: InstanceCost, work: Workload, begin: int, end: int) -> float:
+    """Time for requests [begin, end) of `work` on one instance; 0.0 for an empty block.
+
+    Growing the block at either side never lowers it.
+    """
+    if begin >= end:
+        return 0.0
+    sums = work.tokens
+    longest = work.lengths[begin]
+    tokens = sums[end] - sums[begin]
+    token_steps = work.token_steps[end] - work.token_steps[begin]
+    crowded_steps = max(tokens / cost.max_sequences, token_steps / cost.capacity_tokens)
+    crowded = cost.weights_s * crowded_steps + cost.expert_s * min(
+        tokens, cost.num_expert_sequences * crowded_steps
+    )
+    routed = sums[min(end, begin + cost.num_expert_sequences)] - sums[begin]
+    computed = sums[end] - sums[min(end, begin + cost.num_free_sequences)]
+    roomy = cost.weights_s * longest + cost.expert_s * routed + cost.compute_s * computed
+    gpu = (
+        max(crowded, roomy)
+        + cost.step_s * max(longest, crowded_steps)
+        + cost.token_s * tokens
+        + cost.cached_token_s * token_steps
+        + cost.prompt_token_s * (work.prompts[end] - work.prompts[begin])
+        + cost.prompt_square_s * (work.prompt_squares[end] - work.prompt_squares[begin])
+    )
+    return max(gpu, cost.api_token_s * tokens)
+
+
+def _prefix(values: Sequence[int]) -> list[int]:
+    return [0, *accumulate(values)]

@@ -1,0 +1,287 @@
+"""The split, the training layout and the rollout instances of smallest step time.
+
+minimise max(T_train, T_rollout) over the split of N GPUs. T_rollout never rises with more GPUs.
+Training counts that are no faster than a smaller one are dropped, after which T_train falls with
+more GPUs, so the two curves cross once and the best split is one of the two beside the crossing.
+Whether rollout is the slower side of a split takes one linear pass (layout_within), so the crossing
+is found by bisection and only few splits are solved exactly.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from libra.config.run import RunConfig
+from libra.errors import InfeasiblePlanError
+from libra.planner.calibration import Calibration
+from libra.planner.cost_models import CostModels, cost_models, described
+from libra.planner.demand import Demand, prior_demand
+from libra.planner.layout import best_layout, layout_of, layout_within
+from libra.planner.placement import place
+from libra.planner.plan import Plan, configured_plan
+from libra.planner.pruning import Pruned, PruneLog
+from libra.planner.report import Estimate, Option, PlanReport
+from libra.planner.rollout_cost import InstanceCost, Workload, workload_of
+from libra.planner.rollout_search import instance_costs
+from libra.planner.train_cost import TrainWork
+from libra.planner.train_layout import TrainLayout
+from libra.planner.train_search import TrainCandidate, TrainSearch
+
+_RUNNER_UP_TOLERANCE = 1e-3
+"""Runners-up are for reading: their rollout times may be this far above the minimum, relative."""
+
+_NUM_BESIDE = 2
+"""Splits solved on either side of the crossing."""
+
+_REASONS_SHOWN = 12
+
+
+def plan(
+    config: RunConfig,
+    *,
+    demand: Demand | None = None,
+    calibration: Calibration | None = None,
+    excluded: frozenset[TrainLayout] = frozenset(),
+) -> PlanReport:
+    """The plan that `initial_allocation_strategy` asks for.
+
+    `demand` defaults to the configured prior; `excluded` layouts failed their recompute probe.
+    Raises ConfigError when `grp` lacks a description of hardware or model, InfeasiblePlanError when
+    no split works; its message holds the reasons.
+    """
+    demand = demand or prior_demand(config)
+    if config.global_resource_planner.initial_allocation_strategy == "configured":
+        return _configured(config, demand, calibration)
+    hardware, arch = described(config)
+    book = calibration or Calibration(hardware=hardware.device_name, model=arch.architecture)
+    return _Search(config, demand, cost_models(config, book), excluded).report()
+
+
+class _Search:
+    """One planning run; its fields are what every step of it reads."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        demand: Demand,
+        models: CostModels,
+        excluded: frozenset[TrainLayout],
+    ) -> None:
+        self._config, self._demand, self._models = config, demand, models
+        self._num_gpus = config.training.train_gpus + config.rollout.rollout_gpus
+        self._log = PruneLog()
+        self._work: Workload = workload_of(demand)
+        most_rollout_gpus = self._num_gpus - config.global_resource_planner.min_train_gpus
+        self._costs = instance_costs(config, models, self._log, most_gpus=most_rollout_gpus)
+        divides = all(models.rates.gpus_per_node % cost.tp == 0 for cost in self._costs)
+        self._node_gpus = 0 if divides else models.rates.gpus_per_node
+        self._train = TrainSearch(
+            config,
+            model=models.train,
+            memory=models.train_memory,
+            work=train_work(config, demand),
+            gpu_counts=self._gpu_counts(),
+            excluded=excluded,
+        )
+
+    def report(self) -> PlanReport:
+        self._check_size()
+        candidates = self._falling_candidates()
+        if not candidates:
+            raise InfeasiblePlanError(self._why("no training layout is feasible"))
+        crossing = self._crossing(candidates)
+        first = max(0, crossing - 1 - _NUM_BESIDE)
+        beside = range(first, min(len(candidates), crossing + 1 + _NUM_BESIDE))
+        solved = [self._placed(candidates[i], exact=crossing - 1 <= i <= crossing) for i in beside]
+        placed = sorted((both for both in solved if both is not None), key=lambda b: _step_s(b[0]))
+        if not placed:
+            raise InfeasiblePlanError(self._why("no split keeps TP groups inside nodes"))
+        choice, plan_of_choice = placed[0]
+        others = [option for option, _ in placed[1:]] + self._other_layouts(choice)
+        return PlanReport(
+            plan=plan_of_choice,
+            choice=choice,
+            runners_up=tuple(sorted(others, key=_step_s)),
+            pruned=self._pruned(),
+            demand=self._demand.source,
+            notes=_notes(self._config, self._demand, choice, self._num_gpus),
+        )
+
+    def _check_size(self) -> None:
+        available = self._models.rates.gpus_per_node * self._models.rates.nodes
+        if self._num_gpus > available:
+            raise InfeasiblePlanError(
+                f"train_gpus + rollout_gpus is {self._num_gpus}; hardware describes {available} "
+                f"GPUs ({self._models.rates.nodes} nodes)"
+            )
+        if not self._costs:
+            raise InfeasiblePlanError(self._why("no rollout instance is feasible"))
+        if not self._gpu_counts():
+            planner = self._config.global_resource_planner
+            raise InfeasiblePlanError(
+                f"{self._num_gpus} GPUs cannot be split in steps of "
+                f"{planner.allocation_granularity_gpus} with at least {planner.min_train_gpus} for "
+                f"training and {planner.min_rollout_gpus} for rollout"
+            )
+
+    def _gpu_counts(self) -> list[int]:
+        """Training sizes that the granularity and the minima allow, ascending."""
+        planner = self._config.global_resource_planner
+        smallest = min((cost.tp for cost in self._costs), default=1)
+        most = self._num_gpus - max(planner.min_rollout_gpus, smallest)
+        step = planner.allocation_granularity_gpus
+        return [n for n in range(step, most + 1, step) if n >= planner.min_train_gpus]
+
+    def _falling_candidates(self) -> list[TrainCandidate]:
+        """The best layout of each training size, without sizes that a smaller one equals."""
+        kept: list[TrainCandidate] = []
+        for count in self._gpu_counts():
+            best = self._train.best(count)
+            if not best:
+                continue
+            if kept and best[0].cost.total_s >= kept[-1].cost.total_s:
+                self._log.cut(
+                    f"{count} training GPUs",
+                    f"no faster ({best[0].cost.total_s:.1f} s) than {kept[-1].layout.num_gpus}",
+                )
+            else:
+                kept.append(best[0])
+        return kept
+
+    def _crossing(self, candidates: Sequence[TrainCandidate]) -> int:
+        """Index of the first candidate that leaves rollout too few GPUs to keep pace with it."""
+        low, high = 0, len(candidates)
+        while low < high:
+            middle = (low + high) // 2
+            candidate = candidates[middle]
+            keeps_pace = layout_within(
+                self._costs,
+                self._work,
+                num_gpus=self._num_gpus - candidate.layout.num_gpus,
+                limit_s=candidate.cost.total_s,
+                node_gpus=self._node_gpus,
+            )
+            if keeps_pace is None:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _placed(self, candidate: TrainCandidate, *, exact: bool) -> tuple[Option, Plan] | None:
+        """The split's best rollout layout on real slots; None when node boundaries forbid it."""
+        num_gpus = self._num_gpus - candidate.layout.num_gpus
+        layout = best_layout(
+            self._costs,
+            self._work,
+            num_gpus=num_gpus,
+            tolerance=0.0 if exact else _RUNNER_UP_TOLERANCE,
+            node_gpus=self._node_gpus,
+        )
+        estimate = Estimate(train=candidate.cost, train_budget=candidate.budget, rollout=layout)
+        for tps in _with_spares(layout.tp_degrees, self._costs, num_gpus):
+            placed = place(
+                candidate.layout,
+                tps,
+                num_gpus=self._num_gpus,
+                gpus_per_node=self._models.rates.gpus_per_node,
+            )
+            if placed is not None:
+                option = Option(train=candidate.layout, rollout_tps=tps, estimate=estimate)
+                return option, placed
+        self._log.cut(
+            f"{candidate.layout} with rollout {format_tps(layout.tp_degrees)}",
+            f"node boundaries ({self._models.rates.gpus_per_node} GPUs) leave no room",
+        )
+        return None
+
+    def _other_layouts(self, choice: Option) -> list[Option]:
+        """The next best training layouts of the chosen split."""
+        estimate = choice.estimate
+        if estimate is None:
+            return []
+        return [
+            Option(
+                train=other.layout,
+                rollout_tps=choice.rollout_tps,
+                estimate=Estimate(
+                    train=other.cost, train_budget=other.budget, rollout=estimate.rollout
+                ),
+            )
+            for other in self._train.best(choice.train.num_gpus, num_best=3)[1:]
+        ]
+
+    def _pruned(self) -> tuple[Pruned, ...]:
+        return (*self._log.entries(), *self._train.log.entries())
+
+    def _why(self, what: str) -> str:
+        reasons = [str(pruned) for pruned in self._pruned()]
+        shown = "\n  ".join(reasons[:_REASONS_SHOWN])
+        more = len(reasons) - _REASONS_SHOWN
+        rest = f"\n  and {more} more" if more > 0 else ""
+        return f"{what} on {self._num_gpus} GPUs:\n  {shown}{rest}"
+
+
+def train_work(config: RunConfig, demand: Demand) -> TrainWork:
+    training = config.training
+    return TrainWork(demand, mini_batch_size=training.mini_batch_size or training.batch_size)
+
+
+def format_tps(tps: Sequence[int]) -> str:
+    """`2 x TP4 + 6 x TP1`, largest first."""
+    degrees = sorted(set(tps), reverse=True)
+    return " + ".join(f"{tps.count(tp)} x TP{tp}" for tp in degrees)
+
+
+def _with_spares(
+    tps: tuple[int, ...], costs: Sequence[InstanceCost], num_gpus: int
+) -> Iterator[tuple[int, ...]]:
+    """The layout's instances with more of the smallest kind on GPUs left over, most first."""
+    smallest = min(cost.tp for cost in costs)
+    for spare in reversed(range((num_gpus - sum(tps)) // smallest + 1)):
+        yield tuple(sorted((*tps, *[smallest] * spare), reverse=True))
+
+
+def _configured(config: RunConfig, demand: Demand, calibration: Calibration | None) -> PlanReport:
+    """The pinned split, with estimates when hardware and model are described."""
+    placed = configured_plan(config)
+    train = TrainLayout(
+        tp=placed.train.tp,
+        ep=placed.train.ep,
+        pp=placed.train.pp,
+        cp=placed.train.cp,
+        dp=placed.train.dp,
+        micro_batch_size=config.training.micro_batch_size,
+    )
+    tps = tuple(sorted((instance.tp for instance in placed.instances), reverse=True))
+    estimate = None
+    notes: tuple[str, ...] = ("no estimates: hardware or model_arch are not described",)
+    if config.hardware is not None and config.model_arch is not None:
+        book = calibration or Calibration(
+            hardware=config.hardware.device_name, model=config.model_arch.architecture
+        )
+        models = cost_models(config, book)
+        estimate = Estimate(
+            train=models.train.cost(train, train_work(config, demand)),
+            train_budget=models.train_memory.budget(train),
+            rollout=layout_of([models.instance.cost(tp) for tp in tps], workload_of(demand)),
+        )
+        notes = ()
+    choice = Option(train=train, rollout_tps=tps, estimate=estimate)
+    return PlanReport(
+        plan=placed, choice=choice, runners_up=(), pruned=(), demand=demand.source, notes=notes
+    )
+
+
+def _notes(config: RunConfig, demand: Demand, choice: Option, num_gpus: int) -> tuple[str, ...]:
+    notes = []
+    idle = num_gpus - choice.train.num_gpus - sum(choice.rollout_tps)
+    if idle:
+        notes.append(f"{idle} GPUs stay idle: no allowed TP degree fits into them")
+    if config.rollout.max_concurrent_rollouts < demand.num_sequences:
+        notes.append(
+            f"max_concurrent_rollouts {config.rollout.max_concurrent_rollouts} is below the "
+            f"{demand.num_sequences} trajectories of a step; the rollout time assumes all in flight"
+        )
+    return tuple(notes)
+
+
+def _step_s(option: Option) -> float:
+    return option.estimate.step_s if option.estimate else 0.0

@@ -1,0 +1,47 @@
+"""A reward by name, bound to its arguments."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
+
+from libra.errors import ConfigError
+from libra.rewards.case import RewardCase
+from libra.rewards.character_class import character_class
+from libra.rewards.exact_match import exact_match, number_match
+from libra.rewards.math import math
+from libra.user_code import function_at
+
+RewardFunction: TypeAlias = Callable[[RewardCase], Any]
+"""What it returns goes through `libra.rewards.coercion`."""
+
+BUILT_IN: Mapping[str, Callable[..., Any]] = {
+    "exact_match": exact_match,
+    "number_match": number_match,
+    "character_class": character_class,
+    "math": math,
+}
+
+
+def load_reward(name: str, arguments: Mapping[str, Any]) -> RewardFunction:
+    """The built-in reward or `module:function` of that name.
+
+    Imports user code: call it in a reward worker. Raises ConfigError when there is no such
+    function or it does not take `(case, **arguments)`.
+    """
+    check_reward_name(name)
+    function = BUILT_IN.get(name) or function_at(name)
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"reward: {name} is an `async def`; rewards are plain functions")
+    try:
+        inspect.signature(function).bind("case", **arguments)
+    except TypeError as error:
+        raise ConfigError(f"reward_args: {name}(case, ...): {error}") from error
+    return partial(function, **arguments)
+
+
+def check_reward_name(name: str) -> None:
+    """Raise ConfigError for a name that can be no reward, without importing anything."""
+    if name not in BUILT_IN and ":" not in name:
+        known = ", ".join(BUILT_IN)
+        raise ConfigError(f"reward: no {name!r}; use one of {known}, or module:function")

@@ -1,0 +1,24 @@
+"""Mathematical equality of final answers, with math-verify (extra `math`)."""
+
+from libra.errors import SiteError
+from libra.rewards.case import RewardCase
+
+
+def math(case: RewardCase) -> float:
+    """1 when the response's final answer equals `case.answer`, in whatever form; else 0.
+
+    Needs no time limit of its own: sympy may hang, and the worker is then killed from outside.
+    """
+    try:
+        from math_verify import parse, verify  # noqa: PLC0415 - an extra, and slow to import
+    except ImportError as error:
+        raise SiteError(
+            "reward: math needs the package math-verify: pip install 'libra-rl[math]'"
+        ) from error
+    expected = str(case.answer)
+    # The gold answer is usually bare; math-verify only looks inside LaTeX or plain expressions.
+    gold = parse(expected if "$" in expected else f"${expected}$", parsing_timeout=None)
+    if not gold:
+        raise ValueError(f"math-verify cannot read the answer {expected!r:.60}")
+    found = parse(case.response_text, parsing_timeout=None)
+    return float(verify(gold, found, timeout_seconds=None))

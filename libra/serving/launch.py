@@ -1,0 +1,109 @@
+"""`python -m libra.serving.launch -- <arguments of vllm serve>`: one vLLM server, guarded.
+
+The server is vLLM's own, run in this process with Libra's middleware and plug-in loaded. The
+environment that must be set is listed in `libra.serving.identity`.
+"""
+
+import os
+import sys
+from collections.abc import MutableMapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from libra.errors import ConfigError, DataError, LibraError, SiteError
+from libra.serving.identity import (
+    SERVED_MANIFEST_HASH_VARIABLE,
+    SERVED_VERSION_VARIABLE,
+    ServingIdentity,
+    identity_from,
+)
+from libra.storage.finite import find_non_finite
+from libra.storage.manifests import read_manifest, verify_weights
+
+MIDDLEWARE = "libra.serving.middleware.LibraMiddleware"
+PLUGIN_NAME = "libra"
+PLUGIN_GROUP = "vllm.general_plugins"
+PLUGIN_PATH = Path(__file__).parent / "plugin_path"
+
+# The gate and the ledger live in the one API process, before the one engine.
+SINGLE_PROCESS_FLAGS = frozenset(
+    {"--api-server-count", "-asc", "--data-parallel-size", "-dp", "--headless", "--grpc"}
+)
+POLICY_FLAG = "--scheduling-policy"
+
+
+def main(arguments: Sequence[str]) -> None:
+    try:
+        serve_arguments = prepare(arguments, os.environ)  # noqa: TID251 - the process's entry
+    except LibraError as exc:
+        sys.stderr.write(f"libra.serving.launch: {exc}\n")
+        raise SystemExit(exc.exit_code) from exc
+    sys.argv = ["vllm", "serve", *serve_arguments]
+    from vllm.entrypoints.cli.main import main as vllm_main  # noqa: PLC0415 - env comes first
+
+    vllm_main()
+
+
+def prepare(arguments: Sequence[str], environment: MutableMapping[str, str]) -> list[str]:
+    """Check and complete the arguments; set what vLLM and the middleware read from `environment`.
+
+    Raises ConfigError, DataError (the weights to serve are damaged) or SiteError.
+    """
+    if not arguments or arguments[0] != "--" or len(arguments) == 1:
+        raise ConfigError("usage: python -m libra.serving.launch -- MODEL [vllm serve arguments]")
+    given = list(arguments[1:])
+    _check_flags(given)
+    _describe_served(Path(given[0]), identity_from(environment), environment)
+    # Routes for weight transfer exist only in this mode; the middleware guards them.
+    environment["VLLM_SERVER_DEV_MODE"] = "1"
+    # vLLM's front end in Rust would serve without the middleware.
+    environment["VLLM_USE_RUST_FRONTEND"] = "0"
+    _offer_plugin(environment)
+    # The probe of a reload has the highest priority; among equals this is first come first served.
+    return [*given, "--middleware", MIDDLEWARE, POLICY_FLAG, "priority"]
+
+
+def _check_flags(arguments: Sequence[str]) -> None:
+    flags = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    refused = sorted(flags & SINGLE_PROCESS_FLAGS)
+    if refused:
+        raise ConfigError(
+            f"{', '.join(refused)} cannot be used: one API process before one engine keeps the "
+            "version ledger; start more instances instead"
+        )
+    if POLICY_FLAG in flags:
+        raise ConfigError(f"{POLICY_FLAG} cannot be used: Libra sets it to priority")
+
+
+def _describe_served(
+    model: Path, identity: ServingIdentity, environment: MutableMapping[str, str]
+) -> None:
+    """Verify a directory among the run's weights as a version; any other is the base model."""
+    directory = model.resolve()
+    if not directory.is_relative_to(identity.weights_directory):
+        environment[SERVED_VERSION_VARIABLE] = "0"
+        environment.pop(SERVED_MANIFEST_HASH_VARIABLE, None)
+        return
+    manifest, manifest_hash = read_manifest(directory)
+    if manifest.run_id != identity.run_id:
+        raise DataError(
+            f"{directory} was published by run {manifest.run_id}, not by {identity.run_id}"
+        )
+    verify_weights(directory, manifest, find_non_finite=find_non_finite)
+    environment[SERVED_VERSION_VARIABLE] = str(manifest.policy_version)
+    environment[SERVED_MANIFEST_HASH_VARIABLE] = manifest_hash
+
+
+def _offer_plugin(environment: MutableMapping[str, str]) -> None:
+    """Make the plug-in's entry point visible here and, by PYTHONPATH, in every child."""
+    sys.path.insert(0, str(PLUGIN_PATH))
+    paths = [str(PLUGIN_PATH), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if PLUGIN_NAME not in {plugin.name for plugin in entry_points(group=PLUGIN_GROUP)}:
+        raise SiteError(f"{PLUGIN_PATH} lacks the plug-in's metadata; reinstall libra-rl")
+    if "VLLM_PLUGINS" in environment:
+        environment["VLLM_PLUGINS"] += f",{PLUGIN_NAME}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,238 @@
+"""The guarded reload of one server.
+
+Nothing is touched before the weights are proven whole; nothing is answered afterwards before they
+are proven loaded.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from libra.errors import DataError, LibraError, PeerError, RejectedError
+from libra.ids import PolicyVersion
+from libra.serving.engine import Engine
+from libra.serving.gate import Gate
+from libra.serving.identity import ServingIdentity
+from libra.serving.ledger import VersionLedger
+from libra.storage.finite import find_non_finite
+from libra.storage.manifests import read_manifest, verify_weights
+from libra.storage.safetensors import model_tensors
+from libra.weights.compatibility import incompatibilities
+from libra.weights.manifest import TensorEntry, WeightsManifest
+from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest
+
+PROBE_TIMEOUT_S = 120.0
+MIN_PROBE_TOKENS = 2
+MAX_PROBLEMS_SHOWN = 5
+
+
+class Measured:
+    """Seconds and checks of one reload, in the making."""
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self._began_at = monotonic()
+        self.lock_wait_s = 0.0
+        self.model_load_s = 0.0
+        self.verified: list[str] = []
+        self.probe_logprobs: tuple[float, ...] = ()
+
+    @property
+    def total_s(self) -> float:
+        return self._monotonic() - self._began_at
+
+    def end_lock_wait(self) -> None:
+        self.lock_wait_s = self.total_s
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        began_at = self._monotonic()
+        yield
+        self.model_load_s = self._monotonic() - began_at
+
+
+class GuardedReload:
+    """One at a time. `monotonic` in seconds."""
+
+    def __init__(
+        self,
+        identity: ServingIdentity,
+        engine: Engine,
+        gate: Gate,
+        ledger: VersionLedger,
+        *,
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._identity = identity
+        self._engine = engine
+        self._gate = gate
+        self._ledger = ledger
+        self._monotonic = monotonic
+        self._lock = anyio.Lock()
+        self._is_replacing = False
+        self._manifest_hash = identity.served_manifest_hash
+        self._loaded: Sequence[TensorEntry] | None = None
+        # The base model may be of another dtype than what is trained; published versions not.
+        self._may_cast = identity.served_manifest_hash is None
+
+    async def state(self) -> InstanceState:
+        version = self._ledger.version
+        # An engine that loads weights answers nothing else until it has them.
+        is_paused = self._is_replacing or await self._engine.is_paused()
+        return InstanceState(
+            instance_id=self._identity.instance_id,
+            incarnation=self._identity.incarnation,
+            run_id=self._identity.run_id,
+            policy_version=version,
+            is_paused=is_paused,
+            manifest_hash=None if version is None else self._manifest_hash,
+        )
+
+    async def reload(self, request: ReloadRequest) -> ReloadAck:
+        """Load what `request` names; failures are in the ACK.
+
+        After a check that failed the server goes on as it was; after a load that failed its
+        version is unknown and it refuses completions until a reload succeeds.
+        """
+        measured = Measured(self._monotonic)
+        async with self._lock:
+            measured.end_lock_wait()
+            try:
+                directory = self._checked_directory(request)
+                manifest = await self._check(request, directory, measured)
+                await self._replace(request, directory, manifest, measured)
+            except LibraError as exc:
+                return self._ack(request, measured, error=str(exc))
+            return self._ack(request, measured, error=None)
+
+    async def _check(
+        self, request: ReloadRequest, directory: Path, measured: Measured
+    ) -> WeightsManifest:
+        try:
+            manifest, manifest_hash = await anyio.to_thread.run_sync(read_manifest, directory)
+            self._check_manifest(request, manifest, manifest_hash)
+            measured.verified.append("manifest")
+            await anyio.to_thread.run_sync(self._check_files, directory, manifest)
+            measured.verified.append("files")
+        except OSError as exc:
+            raise DataError(f"{directory} cannot be read: {exc}") from exc
+        return manifest
+
+    def _checked_directory(self, request: ReloadRequest) -> Path:
+        if request.run_id != self._identity.run_id:
+            raise RejectedError(
+                f"the request is of run {request.run_id}; this server is of {self._identity.run_id}"
+            )
+        if len(request.probe_token_ids) < MIN_PROBE_TOKENS:
+            raise RejectedError(f"a probe needs at least {MIN_PROBE_TOKENS} tokens")
+        loaded = self._ledger.version
+        if loaded is not None and request.policy_version <= loaded and not request.force:
+            raise RejectedError(
+                f"v{request.policy_version} is not newer than the loaded v{loaded}; force it to "
+                "load it all the same"
+            )
+        directory = Path(request.weights_directory).resolve()
+        root = self._identity.weights_directory
+        if not directory.is_relative_to(root) or directory == root:
+            raise RejectedError(f"{request.weights_directory} is not a version under {root}")
+        return directory
+
+    def _check_manifest(
+        self, request: ReloadRequest, manifest: WeightsManifest, manifest_hash: str
+    ) -> None:
+        pairs = (
+            ("manifest hash", request.manifest_hash, manifest_hash),
+            ("run id", request.run_id, manifest.run_id),
+            ("policy version", request.policy_version, manifest.policy_version),
+            ("tied embeddings", self._engine.has_tied_embeddings, manifest.tied_embeddings),
+        )
+        for name, wanted, found in pairs:
+            if wanted != found:
+                raise DataError(
+                    f"{request.weights_directory}: the {name} is {found!r} instead of {wanted!r}"
+                )
+
+    def _check_files(self, directory: Path, manifest: WeightsManifest) -> None:
+        verify_weights(directory, manifest, find_non_finite=find_non_finite)
+        if self._loaded is None:
+            self._loaded = model_tensors(self._engine.base_directory)
+        problems = incompatibilities(
+            self._loaded,
+            manifest.tensors,
+            tied_embeddings=manifest.tied_embeddings,
+            may_cast=self._may_cast,
+        )
+        if problems:
+            shown = "; ".join(problems[:MAX_PROBLEMS_SHOWN])
+            raise DataError(f"{directory} does not fit the loaded model: {shown}")
+
+    async def _replace(
+        self,
+        request: ReloadRequest,
+        directory: Path,
+        manifest: WeightsManifest,
+        measured: Measured,
+    ) -> None:
+        await self._gate.close()
+        self._is_replacing = True
+        try:
+            await self._engine.pause(request.pause_mode)
+            with measured.loading():
+                await self._engine.load(directory)
+            measured.verified.append("load")
+            await self._engine.reset_caches()
+            counts = await self._engine.begin_version(request.policy_version)
+            self._ledger.begin(request.policy_version, counts)
+            measured.probe_logprobs = await self._probe(request.probe_token_ids)
+            measured.verified.append("probe")
+        except BaseException as exc:
+            await self._give_up(request.policy_version, exc)
+            if isinstance(exc, Exception):
+                raise PeerError(f"loading v{request.policy_version} failed: {exc!r}") from exc
+            raise
+        finally:
+            self._is_replacing = False
+        self._ledger.prove()
+        self._manifest_hash = request.manifest_hash
+        self._loaded, self._may_cast = manifest.tensors, False
+        self._gate.open()
+
+    async def _probe(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        with anyio.fail_after(PROBE_TIMEOUT_S):
+            logprobs = await self._engine.resume_with_probe(token_ids)
+        if not all(map(math.isfinite, logprobs)):
+            raise PeerError("a logprob of the probe is not finite")
+        return logprobs
+
+    async def _give_up(self, version: PolicyVersion, cause: BaseException) -> None:
+        """Refuse everything, and end what runs: one step on broken weights kills the engine."""
+        self._ledger.lose()
+        self._gate.refuse(f"loading v{version} failed: {cause!r}")
+        with anyio.move_on_after(PROBE_TIMEOUT_S, shield=True):
+            # A dead engine, whatever it raises, runs nothing any more.
+            with suppress(Exception):
+                await self._engine.pause("abort")
+
+    def _ack(self, request: ReloadRequest, measured: Measured, *, error: str | None) -> ReloadAck:
+        total_s = measured.total_s
+        return ReloadAck(
+            instance_id=self._identity.instance_id,
+            incarnation=self._identity.incarnation,
+            run_id=self._identity.run_id,
+            nonce=request.nonce,
+            policy_version=self._ledger.version,
+            method="inplace",
+            strategy=request.strategy,
+            lock_wait_s=measured.lock_wait_s,
+            process_stop_s=0.0,
+            model_load_s=measured.model_load_s,
+            total_s=total_s,
+            manifest_hash=request.manifest_hash,
+            verified=tuple(measured.verified),
+            probe_logprobs=measured.probe_logprobs,
+            error=error,
+        )

@@ -1,0 +1,171 @@
+"""Phase traces: what each process did when, one JSON line per span, appended as it happens.
+
+Schema `libra.phase_trace`, version 1. A file `phase_trace_rank<N>.jsonl` (the control plane's is
+`phase_trace_control.jsonl`) holds, for each start of the process, one header and then its spans:
+
+    {"schema":"libra.phase_trace","version":1,"run_id":"r","rank":0,"role":"trainer","attempt":1,
+     "host":"h","pid":7,"started_at_ns":1700000000000000000}
+    {"phase":"grpo_update","at_ns":1700000000123456789,"dur_ns":5000000,"track":"main","args":{"step":3}}
+
+`at_ns` is the start as wall time: the header's wall time plus monotonic time since, so durations
+and order within a process never jump. Phase names are those of `Phase`; a reader ignores fields
+that it does not know, and skips lines that are not whole (a process may die while it writes).
+A new version is needed when a field changes its meaning or goes, not when one is added.
+"""
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from libra import clock
+
+SCHEMA: Final = "libra.phase_trace"
+VERSION: Final = 1
+MAIN_TRACK: Final = "main"
+_NS_PER_S: Final = 1_000_000_000
+
+
+class Phase(StrEnum):
+    """The names that stay the same from release to release, so that runs can be compared."""
+
+    # A trainer rank
+    BUILD_MODEL = "build_model"
+    RESTORE = "restore"
+    COLLECT_BATCH = "collect_batch"
+    """Waiting for the next batch: nothing to do."""
+
+    RECOMPUTE_LOGPROBS = "recompute_logprobs"
+    GRPO_UPDATE = "grpo_update"
+    WEIGHT_EXPORT = "weight_export"
+    JUDGE_ACKS = "judge_acks"
+    SAVE_CHECKPOINT = "save_checkpoint"
+    # The control plane
+    ROLLOUT_WAIT = "rollout_wait"
+    """From the end of a step until the batch of the next was complete."""
+
+    TRAIN_STEP = "train_step"
+    """From the batch on its way to the ranks until rank 0's metrics."""
+
+    WEIGHT_SYNC = "weight_sync"
+    """From the checked export until the last engine's judged ACK."""
+
+    RELOAD_INSTANCE = "reload_instance"
+    """One instance's part of it, on a track of its own."""
+
+    START_CHILD = "start_child"
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """Who writes the spans that follow."""
+
+    schema: str
+    version: int
+    run_id: str
+    rank: int
+    """-1 for the control plane."""
+
+    role: str
+    attempt: int
+    host: str
+    pid: int
+    started_at_ns: int
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    phase: str
+    at_ns: int
+    dur_ns: int
+    track: str = MAIN_TRACK
+    """Spans of one track nest; things that overlap freely need tracks of their own."""
+
+    args: dict[str, Any] = {}
+
+
+class SpanWriter:
+    """Appends spans to one file. A path of None writes nothing, at the same call sites.
+
+    A span costs one small write; a disk that refuses costs the span and is counted, never raised.
+    """
+
+    def __init__(
+        self, path: Path | None, *, rank: int, run_id: str, role: str = "trainer", attempt: int = 1
+    ) -> None:
+        self.num_lost = 0
+        self._encoder = msgspec.json.Encoder()
+        self._fd: int | None = None
+        self._wall_ns = clock.wall_ns()
+        self._monotonic_s = clock.monotonic()
+        if path is None:
+            return
+        header = Header(
+            schema=SCHEMA,
+            version=VERSION,
+            run_id=run_id,
+            rank=rank,
+            role=role,
+            attempt=attempt,
+            host=os.uname().nodename,
+            pid=os.getpid(),
+            started_at_ns=self._wall_ns,
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o644)
+        # The newline ends a line that an earlier life may have torn.
+        self._append(b"\n" * bool(os.fstat(self._fd).st_size) + self._encoder.encode(header))
+
+    @contextmanager
+    def span(self, phase: str, *, track: str = MAIN_TRACK, **args: Any) -> Generator[None]:
+        """Record the block as one span, also when it raises. `args` must be JSON-able."""
+        if self._fd is None:
+            yield
+            return
+        began_at = clock.monotonic()
+        try:
+            yield
+        finally:
+            self.record(phase, began_at, clock.monotonic(), track=track, **args)
+
+    def record(
+        self, phase: str, began_at: float, ended_at: float, *, track: str = MAIN_TRACK, **args: Any
+    ) -> None:
+        """Record a span whose ends were taken from `libra.clock.monotonic`."""
+        if self._fd is None:
+            return
+        span = Span(
+            phase=phase,
+            at_ns=self._wall_ns + round((began_at - self._monotonic_s) * _NS_PER_S),
+            dur_ns=round((ended_at - began_at) * _NS_PER_S),
+            track=track,
+            args=args,
+        )
+        self._append(self._encoder.encode(span))
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _append(self, line: bytes) -> None:
+        if self._fd is None:
+            return
+        try:
+            # One write per line: with O_APPEND two writers never mix inside a line.
+            written = os.write(self._fd, line + b"\n")
+        except OSError:
+            self.num_lost += 1
+            return
+        if written != len(line) + 1:
+            self.num_lost += 1
+
+
+def trace_path(directory: Path, rank: int) -> Path:
+    """The file of one rank; rank -1 is the control plane."""
+    return directory / (
+        "phase_trace_control.jsonl" if rank < 0 else f"phase_trace_rank{rank}.jsonl"
+    )

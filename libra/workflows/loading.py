@@ -1,0 +1,37 @@
+"""A workflow by name, checked before the run starts."""
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from libra.errors import ConfigError
+from libra.user_code import function_at
+from libra.workflows.client import Workflow
+from libra.workflows.multi_turn import multi_turn
+from libra.workflows.single_turn import single_turn
+
+BUILT_IN = {"single_turn": single_turn, "multi_turn": multi_turn}
+
+
+def load_workflow(name: str, arguments: Mapping[str, Any]) -> Workflow:
+    """The built-in workflow or `module:function` of that name, bound to its keyword arguments.
+
+    Raises ConfigError when there is none, when it is not asynchronous, or when it does not take
+    `(task, client, **arguments)`.
+    """
+    function = BUILT_IN.get(name)
+    if function is None:
+        if ":" not in name:
+            known = ", ".join(BUILT_IN)
+            raise ConfigError(f"workflow: no {name!r}; use one of {known}, or module:function")
+        function = function_at(name)
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError(f"workflow: {name} is not an `async def`")
+    try:
+        inspect.signature(function).bind("task", "client", **arguments)
+    except TypeError as error:
+        raise ConfigError(f"workflow_args: {name}(task, client, ...): {error}") from error
+    for tool in arguments.get("tools", ()) if function is multi_turn else ():
+        function_at(tool)
+    return partial(function, **arguments)

@@ -1,0 +1,68 @@
+"""The control plane's own metrics page, read from the run's state when it is asked for."""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from libra.wire.api import StatusSnapshot
+from libra_supervisor.loop.control import Control
+
+
+class RunCollector(Collector):
+    """Gauges and counters `libra_*`; units are in the names."""
+
+    def __init__(self, control: Control, status: Callable[[], StatusSnapshot]) -> None:
+        self._control = control
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status, control = self._status(), self._control
+        yield GaugeMetricFamily("libra_step", "Newest trained step.", status.step)
+        version = -1 if status.policy_version is None else status.policy_version
+        yield GaugeMetricFamily(
+            "libra_policy_version", "Version the engines serve; -1 before the first.", version
+        )
+        serving = GaugeMetricFamily(
+            "libra_instances", "Rollout instances by state.", labels=["state"]
+        )
+        states = [member.state.value for member in control.pool.members]
+        for state in sorted(set(states)):
+            serving.add_metric([state], states.count(state))
+        yield serving
+        yield GaugeMetricFamily(
+            "libra_trajectories_running", "Generated or scored right now.", status.num_running
+        )
+        yield GaugeMetricFamily(
+            "libra_trajectories_buffered", "Of complete groups that wait.", status.num_buffered
+        )
+        yield from self._of_last_step()
+        dropped = CounterMetricFamily(
+            "libra_trajectories_dropped", "Dropped since the run began.", labels=["reason"]
+        )
+        for reason, count in control.desk.dropped_by_reason.items():
+            dropped.add_metric([reason], count)
+        yield dropped
+
+    def _of_last_step(self) -> Iterator[Metric]:
+        last = self._control.book.last
+        if last is None:
+            return
+        for name, text, value in (
+            ("libra_reward_mean", "Mean reward of the newest step.", last.reward_mean),
+            ("libra_kl_mismatch", "k3 of trainer against engine.", last.kl_mismatch),
+            ("libra_staleness_versions_mean", "Mean staleness.", last.staleness_mean),
+            ("libra_response_tokens_per_second", "Trained on.", last.tokens_per_s),
+            ("libra_step_seconds", "Wall time of the newest step.", last.step_s),
+            ("libra_train_seconds", "Its training part.", last.train_s),
+            ("libra_rollout_wait_seconds", "Its wait for rollouts.", last.rollout_wait_s),
+            ("libra_reload_seconds", "Its weight reload.", last.reload_s),
+        ):
+            yield GaugeMetricFamily(name, text, value)
+
+
+def registry_of(collector: Collector) -> CollectorRegistry:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    return registry

@@ -1,0 +1,149 @@
+"""Everything that is decided before the event loop starts: directory, identity, checks, plan."""
+
+import secrets
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from libra import clock
+from libra.config.availability import check_availability
+from libra.config.load import LoadedConfig, dump_resolved, dump_yaml, load_resolved
+from libra.config.problems import ConfigProblemsError
+from libra.config.resume import check_resume
+from libra.config.run import RunConfig
+from libra.errors import ConfigError, SiteError
+from libra.ids import RunId
+from libra.planner.applied import planned_config
+from libra.planner.plan import Plan
+from libra.planner.search import plan as planned
+from libra.storage.atomic import atomic_write
+from libra_supervisor.doctor.checks import check_site
+from libra_supervisor.doctor.devices import resolved_device, slot_devices
+from libra_supervisor.run_directory import RunDirectory
+
+RUNS = Path("runs")
+
+
+class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line asked for."""
+
+    loaded: LoadedConfig
+    config_path: Path
+    environ: Mapping[str, str]
+    run_directory: Path | None = None
+    is_resume: bool = False
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that may start."""
+
+    config: RunConfig
+    directory: RunDirectory
+    plan: Plan
+    device: Literal["cpu", "cuda"]
+    devices: tuple[str, ...]
+    """By slot of the plan."""
+
+    environ: Mapping[str, str]
+    is_resume: bool
+
+
+def choose_directory(request: RunRequest) -> RunDirectory:
+    """The directory asked for; else a new one, or on --resume the newest of this configuration.
+
+    Raises ConfigError when --resume finds no run, or when a directory already holds one and
+    --resume was not given.
+    """
+    name = request.loaded.config.control.run_name or request.config_path.stem
+    if request.run_directory is not None:
+        directory = RunDirectory(request.run_directory.resolve())
+        if directory.resolved_config_json.exists() and not request.is_resume:
+            raise ConfigError(
+                f"{directory.root} already holds a run; pass --resume to go on with it, or choose "
+                "another --run-dir"
+            )
+        return directory
+    if request.is_resume:
+        return _newest_run(name)
+    moment = datetime.fromtimestamp(clock.wall_ns() / 1e9, UTC)
+    return RunDirectory((RUNS / f"{name}-{moment:%Y%m%dT%H%M%S}").resolve())
+
+
+def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> Launch:
+    """Check the machine and plan; with `writes`, into a directory that is held, record both.
+
+    Raises ConfigError, InfeasiblePlanError or SiteError; nothing has been started then.
+    """
+    config = request.loaded.config
+    device = resolved_device(config.control.device, request.environ)
+    config = msgspec.structs.replace(
+        config, control=msgspec.structs.replace(config.control, device=device)
+    )
+    if request.is_resume and directory.resolved_config_json.exists():
+        old = load_resolved(directory.resolved_config_json)
+        changed = check_resume(old, config, place_of=request.loaded.place_of)
+        if changed:
+            raise ConfigProblemsError(changed, subject=str(request.config_path))
+    report = planned(config)
+    plan, config = report.plan, planned_config(config, report.plan)
+    beyond = check_availability(config, request.loaded.environment)
+    if beyond:
+        raise ConfigProblemsError(beyond, subject=f"the plan for {request.config_path}")
+    num_slots = plan.num_rollout_gpus + plan.train.world_size
+    devices = slot_devices(device, num_slots=num_slots, environ=request.environ)
+    failed = [f for f in check_site(config, plan, device, directory.root) if not f.ok]
+    if failed:
+        raise SiteError("\n".join(f"{f.check}: {f.detail}; {f.advice}" for f in failed))
+    if writes:
+        _write_down(request, config, plan, directory)
+    return Launch(
+        config=config,
+        directory=directory,
+        plan=plan,
+        device=device,
+        devices=devices,
+        environ=request.environ,
+        is_resume=request.is_resume,
+    )
+
+
+def new_run_id(directory: RunDirectory) -> RunId:
+    return RunId(f"{directory.root.name}-{secrets.token_hex(2)}")
+
+
+def plan_in_words(plan: Plan) -> str:
+    """`train 2 GPUs (TP 1, PP 1, CP 1, DP 2), rollout 2 GPUs (2 x TP 1)`."""
+    train = plan.train
+    by_tp: dict[int, int] = {}
+    for instance in plan.instances:
+        by_tp[instance.tp] = by_tp.get(instance.tp, 0) + 1
+    buckets = ", ".join(f"{count} x TP {tp}" for tp, count in sorted(by_tp.items()))
+    return (
+        f"train {train.world_size} GPUs (TP {train.tp}, PP {train.pp}, CP {train.cp}, "
+        f"DP {train.dp}), rollout {plan.num_rollout_gpus} GPUs ({buckets})"
+    )
+
+
+def _newest_run(name: str) -> RunDirectory:
+    found = sorted(
+        path for path in RUNS.glob(f"{name}-*") if (path / "config.resolved.json").exists()
+    )
+    if not found:
+        raise ConfigError(
+            f"--resume: no run of {name} in {RUNS.resolve()}; name its --run-dir, or start anew "
+            "without --resume"
+        )
+    return RunDirectory(found[-1].resolve())
+
+
+def _write_down(
+    request: RunRequest, config: RunConfig, plan: Plan, directory: RunDirectory
+) -> None:
+    atomic_write(directory.given_config, request.config_path.read_bytes())
+    atomic_write(directory.resolved_config, dump_yaml(config).encode())
+    atomic_write(directory.resolved_config_json, dump_resolved(config))
+    plan_json = msgspec.json.format(msgspec.json.encode(plan))
+    atomic_write(directory.plan, plan_json)

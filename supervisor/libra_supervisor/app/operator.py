@@ -1,0 +1,198 @@
+"""The control API's view of the run: `ControlPort` over the control state and the children."""
+
+import os
+from collections.abc import Callable
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+
+from libra import clock
+from libra.ids import InstanceId, RunId
+from libra.wire.api import ChildStatus, StatusSnapshot, Verb, VerbReply, VerbRequest
+from libra_supervisor.display.progress import Progress, eta_s
+from libra_supervisor.events import (
+    DrainRequested,
+    Event,
+    RestartRequested,
+    StopRequested,
+)
+from libra_supervisor.inbox import Inbox
+from libra_supervisor.loop.control import Control
+from libra_supervisor.loop.cycle import Phase
+from libra_supervisor.process.lifecycle import ChildStatus as ProcessStatus
+from libra_supervisor.run_directory import RunDirectory
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What does not change while the run goes on."""
+
+    run_id: RunId
+    directory: RunDirectory
+    plan_in_words: str
+    total_steps: int | None
+    started_at: float
+
+
+class Operator:
+    """Answers from the loop's state; changes it only by posting events."""
+
+    def __init__(
+        self,
+        facts: Facts,
+        *,
+        control: Control,
+        inbox: Inbox[Event],
+        engine_status: Callable[[InstanceId], ProcessStatus],
+        trainer_status: Callable[[], ProcessStatus],
+        num_in_flight: Callable[[InstanceId], int],
+    ) -> None:
+        self._facts = facts
+        self._control = control
+        self._inbox = inbox
+        self.registry = CollectorRegistry()
+        self._engine_status = engine_status
+        self._trainer_status = trainer_status
+        self._num_in_flight = num_in_flight
+
+    # libra_supervisor.api.control.ControlPort
+
+    def is_ready(self) -> bool:
+        return self._control.cycle.committed is not None and not self._control.is_ending
+
+    def metrics_text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def status(self) -> StatusSnapshot:
+        progress = self.progress()
+        return StatusSnapshot(
+            run_id=self._facts.run_id,
+            run_directory=str(self._facts.directory.root),
+            pid=os.getpid(),
+            phase=progress.phase,
+            step=progress.step,
+            total_steps=progress.total_steps,
+            policy_version=progress.policy_version,
+            waiting_for=progress.waiting_for,
+            reward_mean=progress.reward_mean,
+            num_running=progress.num_running,
+            num_buffered=progress.num_buffered,
+            uptime_s=progress.elapsed_s,
+            eta_s=progress.eta_s,
+            plan=self._facts.plan_in_words,
+            children=(self._trainer(), *map(self._engine, self._engine_ids())),
+            oldest_wait=self._oldest_wait(),
+        )
+
+    async def do(self, verb: Verb, request: VerbRequest) -> VerbReply:
+        match verb:
+            case "stop":
+                await self._inbox.post(StopRequested("the control API", now=request.now))
+                return VerbReply(ok=True, message="stopping")
+            case "drain" | "undrain" | "restart":
+                return await self._on_engine(verb, request.target)
+            case "reload" | "replan" | "explain":
+                return VerbReply(ok=False, message=f"{verb} is not available yet")
+
+    def progress(self) -> Progress:
+        """One look at the run, for the display too."""
+        control, facts = self._control, self._facts
+        last, counts = control.book.last, control.desk.counts
+        serving = sum(1 for member in control.pool.members if member.state.value == "serving")
+        return Progress(
+            phase=control.cycle.phase.value,
+            step=control.cycle.step,
+            total_steps=facts.total_steps,
+            policy_version=control.cycle.committed,
+            reward_mean=None if last is None else last.reward_mean,
+            tokens_per_s=None if last is None else last.tokens_per_s,
+            staleness_mean=None if last is None else last.staleness_mean,
+            kl_mismatch=None if last is None else last.kl_mismatch,
+            num_serving=serving,
+            num_instances=len(control.pool.members),
+            num_running=counts.enqueued + counts.running,
+            num_buffered=control.desk.num_complete,
+            waiting_for=waiting_for(control),
+            elapsed_s=clock.now() - facts.started_at,
+            eta_s=eta_s(
+                step=control.cycle.step,
+                first_step=control.cycle.step - control.book.num_closed,
+                total_steps=facts.total_steps,
+                trained_s=control.book.trained_s,
+            ),
+        )
+
+    async def _on_engine(self, verb: Verb, target: str) -> VerbReply:
+        if target not in self._engine_ids():
+            known = ", ".join(self._engine_ids())
+            return VerbReply(ok=False, message=f"no engine {target!r}; there are {known}")
+        instance_id = InstanceId(target)
+        if verb == "restart":
+            await self._inbox.post(RestartRequested(instance_id))
+        else:
+            await self._inbox.post(DrainRequested(instance_id, drain=verb == "drain"))
+        return VerbReply(ok=True, message=f"{verb} of {target} begun")
+
+    def _engine_ids(self) -> tuple[InstanceId, ...]:
+        return tuple(member.instance_id for member in self._control.pool.members)
+
+    def _engine(self, instance_id: InstanceId) -> ChildStatus:
+        member, process = self._control.pool[instance_id], self._engine_status(instance_id)
+        return ChildStatus(
+            child=instance_id,
+            role="rollout",
+            state=member.state.value,
+            since_s=clock.now() - member.since,
+            pid=process.pid,
+            num_restarts=member.num_restarts,
+            policy_version=member.version,
+            num_in_flight=self._num_in_flight(instance_id),
+            num_queued=None,
+            kv_use_fraction=None,
+            last_error=member.last_error or process.last_error,
+        )
+
+    def _trainer(self) -> ChildStatus:
+        process = self._trainer_status()
+        return ChildStatus(
+            child="trainer",
+            role="trainer",
+            state=process.state.value,
+            since_s=clock.now() - process.since,
+            pid=process.pid,
+            num_restarts=max(0, self._control.attempt - 1),
+            policy_version=self._control.cycle.step,
+            num_in_flight=0,
+            num_queued=None,
+            kv_use_fraction=None,
+            last_error=process.last_error,
+        )
+
+    def _oldest_wait(self) -> str:
+        oldest = self._control.desk.oldest_wait()
+        if oldest is None:
+            return ""
+        group_id, since = oldest
+        return f"group {group_id} has been silent for {clock.now() - since:.0f} s"
+
+
+def waiting_for(control: Control) -> str:
+    """Who waits for whom, as a sentence."""
+    match control.cycle.phase:
+        case Phase.STARTING:
+            parts = [] if control.ready_step is not None else ["the trainer"]
+            answering = set(control.pool.answering_ids)
+            parts += [m.instance_id for m in control.pool.members if m.instance_id not in answering]
+            return f"waiting for {', '.join(parts) or 'nothing'} to come up"
+        case Phase.EXPORTING:
+            return "engines wait for the trainer to write weights"
+        case Phase.RELOADING:
+            names = ", ".join(control.publication.waiting_for) or "the trainer's verdict"
+            return f"the trainer waits for weight reloads: {names}"
+        case Phase.COLLECTING:
+            return "the trainer waits for rollouts"
+        case Phase.TRAINING:
+            return "rollouts go on while the trainer trains"
+        case Phase.SAVING:
+            return "the trainer writes a checkpoint"
+        case Phase.STOPPED:
+            return "stopping"

@@ -1,0 +1,109 @@
+"""Builds the control state of a run from its configuration."""
+
+from libra import clock
+from libra.config.run import RunConfig
+from libra.ids import RunId
+from libra.models.architecture import architecture_of
+from libra.models.kv_capacity import GIB, RolloutMemory, kv_capacity_tokens
+from libra.planner.plan import Plan
+from libra.pools.pool import RolloutPool
+from libra.rollouts.accounts import BufferLimits
+from libra.rollouts.batch import BatchShape
+from libra.weights.judge import probe_tolerance_of
+from libra_supervisor.app.prompts import Prompts
+from libra_supervisor.doctor.checks import BYTES_OF_DTYPE
+from libra_supervisor.instances.vllm import rollout_dtype
+from libra_supervisor.loop.control import Control, Policy
+from libra_supervisor.loop.cycle import Cycle, Limits
+from libra_supervisor.loop.publication import Publication
+from libra_supervisor.loop.publication import Terms as PublicationTerms
+from libra_supervisor.loop.rollout_desk import RolloutDesk
+
+
+def control_of(config: RunConfig, plan: Plan, prompts: Prompts, run_id: RunId) -> Control:
+    """Every machine in its first state. Call it inside the event loop: it reads the clock."""
+    now = clock.now()
+    pool = RolloutPool([(i.instance_id, i.tp) for i in plan.instances], now=now)
+    min_rollout_gpus = config.global_resource_planner.min_rollout_gpus
+    publishes = config.weights.rollout_weight_sync_mode != "none"
+    publication = Publication(
+        PublicationTerms(
+            run_id=run_id,
+            weights=config.weights,
+            min_rollout_gpus=min_rollout_gpus,
+            probe_token_ids=prompts.probe_token_ids,
+            probe_tolerance=probe_tolerance(config),
+        ),
+        pool,
+    )
+    return Control(
+        cycle_machine=Cycle(_limits(config, publishes=publishes, now=now)),
+        pool=pool,
+        desk=RolloutDesk(_buffer_limits(config), prompts.cursor),
+        publication=publication,
+        policy=Policy(min_rollout_gpus=min_rollout_gpus, publishes=publishes),
+    )
+
+
+def probe_tolerance(config: RunConfig) -> float:
+    """Of the coarser of the two sides' dtypes."""
+    return max(
+        probe_tolerance_of(config.training.train_dtype), probe_tolerance_of(rollout_dtype(config))
+    )
+
+
+def batch_shape(config: RunConfig, plan: Plan) -> BatchShape:
+    training = config.training
+    return BatchShape(
+        dp_size=plan.train.dp,
+        mini_batch_size=training.mini_batch_size or training.batch_size,
+        mask_truncated=config.algorithm.mask_truncated,
+    )
+
+
+def kv_capacity_by_tp(config: RunConfig, plan: Plan) -> dict[int, int]:
+    """Estimated KV capacity in tokens per TP degree, until the servers have measured theirs.
+
+    Empty without a description of hardware and model: then only what servers tell counts.
+    """
+    if config.hardware is None or config.model_arch is None:
+        return {}
+    scheduling = config.heterogeneous_rollout.scheduling
+    memory = RolloutMemory(
+        device_bytes=config.hardware.memory_bytes,
+        utilization_fraction=config.rollout.gpu_memory_utilization,
+        activation_reserve_bytes=int(scheduling.kv_activation_reserve_gib * GIB),
+        kv_cache_bytes=config.rollout.rollout_kv_cache_bytes,
+    )
+    num_bytes = BYTES_OF_DTYPE[rollout_dtype(config)]
+    return {
+        tp: kv_capacity_tokens(
+            architecture_of(config.model_arch),
+            memory,
+            tp=tp,
+            weight_dtype_bytes=num_bytes,
+            kv_dtype_bytes=num_bytes,
+        )
+        for tp in {instance.tp for instance in plan.instances}
+    }
+
+
+def _limits(config: RunConfig, *, publishes: bool, now: float) -> Limits:
+    max_run_s = config.control.max_run_s
+    return Limits(
+        total_steps=config.control.total_steps,
+        sync_interval=config.weights.sync_interval if publishes else 0,
+        save_interval=config.control.save_interval,
+        deadline=None if max_run_s is None else now + max_run_s,
+    )
+
+
+def _buffer_limits(config: RunConfig) -> BufferLimits:
+    return BufferLimits(
+        n_samples=config.algorithm.n_samples,
+        batch_size=config.training.batch_size,
+        max_concurrent=config.rollout.max_concurrent_rollouts,
+        max_head_offpolicyness=config.rollout.max_head_offpolicyness,
+        max_group_attempts=config.data.max_group_attempts,
+        last_step=config.control.total_steps,
+    )

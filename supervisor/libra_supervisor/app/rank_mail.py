@@ -1,0 +1,107 @@
+"""The loop's messages to the ranks, sent in order by one task."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+
+from libra.errors import PeerError
+from libra.ids import Rank
+from libra.storage.checkpoints import list_complete_checkpoints, read_rollout_state
+from libra.wire.rank import MiniBatch, RankCommand, TrainStep
+from libra_supervisor.events import CheckpointChosen, Event
+from libra_supervisor.inbox import Inbox
+from libra_supervisor.ranks.gang import Gang
+from libra_supervisor.run_directory import RunDirectory
+
+_log = structlog.get_logger()
+_QUEUE = 256
+
+
+class _ToAll(msgspec.Struct, frozen=True):
+    command: RankCommand
+
+
+class _ToRankZero(msgspec.Struct, frozen=True):
+    command: RankCommand
+
+
+class _Shards(msgspec.Struct, frozen=True):
+    step: int
+    shards: tuple[tuple[MiniBatch, ...], ...]
+
+
+_Letter: TypeAlias = _ToAll | _ToRankZero | _Shards
+
+
+class RankMail:
+    """`libra_supervisor.ports.Ranks` over a gang. `run` is its task."""
+
+    def __init__(self, gang: Gang) -> None:
+        self._gang = gang
+        self._send, self._receive = anyio.create_memory_object_stream[_Letter](_QUEUE)
+
+    def tell_all(self, command: RankCommand) -> None:
+        self._send.send_nowait(_ToAll(command))
+
+    def tell_rank_zero(self, command: RankCommand) -> None:
+        self._send.send_nowait(_ToRankZero(command))
+
+    def train(self, step: int, shards: Sequence[tuple[MiniBatch, ...]]) -> None:
+        self._send.send_nowait(_Shards(step, tuple(shards)))
+
+    async def run(self) -> None:
+        async for letter in self._receive:
+            try:
+                await self._deliver(letter)
+            except PeerError as error:
+                # The gang notices the loss itself, and what was asked begins anew with the next.
+                _log.warning("rank_message_dropped", why=str(error))
+
+    async def _deliver(self, letter: _Letter) -> None:
+        match letter:
+            case _ToAll(command):
+                await self._gang.broadcast(command)
+            case _ToRankZero(command):
+                await self._gang.send(Rank(0), command)
+            case _Shards(step, shards):
+                await self._gang.send_each(
+                    {
+                        rank: TrainStep(step, shards[hello.dp_rank])
+                        for rank, hello in self._gang.members.items()
+                    }
+                )
+
+
+class CheckpointChooser:
+    """Which checkpoint an attempt starts from; tells the loop before any rank starts."""
+
+    def __init__(self, directory: RunDirectory, inbox: Inbox[Event]) -> None:
+        self._directory = directory
+        self._inbox = inbox
+
+    async def __call__(self, attempt: int) -> Path | None:
+        """The newest complete checkpoint of the run; None begins anew."""
+        found = await anyio.to_thread.run_sync(_newest, self._directory)
+        if found is None:
+            await self._inbox.post(CheckpointChosen(attempt, 0, None))
+            return None
+        step, path, rollout_state, skipped = found
+        for reason in skipped:
+            _log.warning("checkpoint_skipped", why=reason)
+        _log.info("checkpoint_chosen", attempt=attempt, step=step, directory=str(path))
+        await self._inbox.post(CheckpointChosen(attempt, step, rollout_state))
+        return path
+
+
+def _newest(directory: RunDirectory) -> tuple[int, Path, bytes, tuple[str, ...]] | None:
+    complete = list_complete_checkpoints(directory.checkpoints, with_hashes=True)
+    if not complete:
+        return None
+    newest = complete[0]
+    state = read_rollout_state(newest.directory)
+    return newest.step, newest.directory, state, newest.newer_skipped

@@ -1,0 +1,80 @@
+"""The scheduler behind its two users: the loop that says who serves, and requests to be placed."""
+
+from libra import clock
+from libra.ids import Incarnation, InstanceId, PolicyVersion
+from libra.rollouts.generation import GenerationRequest
+from libra.rollouts.trajectory import Completion
+from libra.scheduling.request import RouteRequest
+from libra.scheduling.scheduler import Scheduler
+from libra.scheduling.slot import InstanceSpec
+from libra_supervisor.app.fleet import Fleet
+from libra_supervisor.gateway.waiting import WaitingRoom
+from libra_supervisor.rollouts.client import Progressed
+
+OWN_CATEGORY = "rollout"
+
+
+class SchedulerRouting:
+    """`libra_supervisor.ports.Routing` over the scheduler."""
+
+    def __init__(self, scheduler: Scheduler, fleet: Fleet) -> None:
+        self._scheduler = scheduler
+        self._fleet = fleet
+
+    def know(
+        self, instance_id: InstanceId, incarnation: Incarnation, kv_capacity_tokens: int | None
+    ) -> None:
+        now = clock.now()
+        spec = InstanceSpec(
+            instance_id=instance_id, incarnation=incarnation, tp=self._fleet.tp_of(instance_id)
+        )
+        self._scheduler.observe_instance(spec, now)
+        if kv_capacity_tokens is not None:
+            self._scheduler.on_kv_capacity_measured(instance_id, kv_capacity_tokens, now)
+
+    def serve(self, instance_id: InstanceId, version: int) -> None:
+        now = clock.now()
+        self._scheduler.set_version(instance_id, PolicyVersion(version), now)
+        self._scheduler.set_ready(instance_id, True, now)
+        self._scheduler.drain_instance(instance_id, False, now)
+
+    def withdraw(self, instance_id: InstanceId, *, is_draining: bool) -> None:
+        now = clock.now()
+        if is_draining:
+            self._scheduler.drain_instance(instance_id, True, now)
+        else:
+            self._scheduler.set_ready(instance_id, False, now)
+
+
+class EngineRouter:
+    """`libra_supervisor.rollouts.client.Router`: our own samples' way to the engines."""
+
+    def __init__(self, room: WaitingRoom, fleet: Fleet) -> None:
+        self._room = room
+        self._fleet = fleet
+
+    async def generate(
+        self,
+        request: GenerationRequest,
+        progressed: Progressed,  # noqa: ARG002 - answers come whole
+    ) -> Completion:
+        """Place the request, ask that engine, give the place back however it ends.
+
+        Answers come whole, so `progressed` is never called: a hang is found by the engine's
+        supervision, which ends the process and with it this call.
+        """
+        wanted = RouteRequest(
+            request_id=request.request_id,
+            max_new_tokens=request.sampling.max_new_tokens,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            prompt_id=request.prompt_id,
+            category=OWN_CATEGORY,
+        )
+        async with self._room.place(wanted) as placement:
+            instance_id = placement.reservation.instance_id
+            completion = await self._fleet.client_of(instance_id).complete(
+                request.prompt_token_ids, request.sampling, request_id=request.request_id
+            )
+            placement.complete(len(completion.token_ids))
+            self._fleet.note_progress(instance_id)
+            return completion

@@ -1,0 +1,416 @@
+"""One run from its first task to its last: the one root task group."""
+
+import signal
+import traceback
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskGroup
+from msgspec.structs import asdict
+
+from libra import clock
+from libra.ids import RunId
+from libra.rewards.loading import check_reward_name
+from libra.scheduling.scheduler import Scheduler
+from libra.tracing.log import get_log
+from libra.tracing.span import SpanWriter, trace_path
+from libra.workflows.loading import load_workflow
+from libra_supervisor.api.access import read_or_make_token
+from libra_supervisor.api.server import api_server
+from libra_supervisor.app.collector import RunCollector, registry_of
+from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
+from libra_supervisor.app.fleet import Engine, Fleet, FleetSite
+from libra_supervisor.app.launch import Launch, new_run_id, plan_in_words
+from libra_supervisor.app.operator import Facts, Operator
+from libra_supervisor.app.parts import batch_shape, control_of, kv_capacity_by_tp
+from libra_supervisor.app.prompts import Prompts, open_prompts
+from libra_supervisor.app.rank_mail import CheckpointChooser, RankMail
+from libra_supervisor.app.recall import RunMemory, recorded_run_id
+from libra_supervisor.app.routing import EngineRouter, SchedulerRouting
+from libra_supervisor.app.tracer import Tracer
+from libra_supervisor.display.console import Display
+from libra_supervisor.display.progress import plain_line
+from libra_supervisor.doctor.devices import cpu_cores
+from libra_supervisor.events import Event, StopRequested
+from libra_supervisor.gateway.gateway import Gateway, GatewayOptions
+from libra_supervisor.gateway.waiting import WaitingRoom
+from libra_supervisor.inbox import Inbox
+from libra_supervisor.instances.client import MODEL_NAME
+from libra_supervisor.loop.commands import Command
+from libra_supervisor.loop.execute import Executor, Ports, Terms
+from libra_supervisor.loop.run import run_loop, tick
+from libra_supervisor.notify import Notifier
+from libra_supervisor.process.cgroup import delegated_root
+from libra_supervisor.process.kernel import Linux
+from libra_supervisor.process.logs import LogPolicy, open_log_relay
+from libra_supervisor.process.spawn import LinuxSpawner, Spawner, become_subreaper
+from libra_supervisor.ranks.gang import Gang
+from libra_supervisor.ranks.torchrun import GangSite
+from libra_supervisor.records.writer import RecordsWriter
+from libra_supervisor.rewards.pool import RewardPool
+from libra_supervisor.rewards.worker import RewardSettings, running_worker
+from libra_supervisor.rollouts.client import GenerationSettings
+from libra_supervisor.rollouts.runner import RolloutRunner, RunnerParts
+from libra_supervisor.shared_load.directory import SharedDirectory
+from libra_supervisor.shared_load.exchange import LoadExchange
+
+LOOPBACK: Final = "127.0.0.1"
+SHOW_PERIOD_S: Final = 0.5
+NOTICE_PERIOD_S: Final = 1.0
+NOTIFY_PERIOD_S: Final = 5.0
+START_EXTENSION_S: Final = 60.0
+
+_log = get_log()
+
+
+async def run_to_end(launch: Launch, display: Display) -> Outcome:
+    """Run until the work is done, a stop is asked for, or something fails for good.
+
+    Whatever the outcome, nothing that was started is left running.
+    """
+    run_id = recorded_run_id(launch.directory) or new_run_id(launch.directory)
+    become_subreaper()
+    try:
+        prompts = await anyio.to_thread.run_sync(open_prompts, launch.config)
+        check_reward_name(launch.config.data.reward)
+        _log.info("run_begins", run_id=run_id, plan=plan_in_words(launch.plan))
+        outcome = await _supervised(launch, prompts, run_id, display)
+    except BaseException as error:  # noqa: BLE001 - the top of the program
+        outcome = outcome_of(error)
+        if outcome.exit_code == BUG:
+            _log.error("bug", traceback="".join(traceback.format_exception(error)))
+    say = _log.info if outcome.exit_code == 0 else _log.error
+    say("run_ended", exit_code=outcome.exit_code, why=outcome.reason)
+    return outcome
+
+
+async def _supervised(launch: Launch, prompts: Prompts, run_id: RunId, display: Display) -> Outcome:
+    run = Run(launch, prompts, run_id, display)
+    async with open_log_relay(
+        launch.directory.root,
+        run_id=run_id,
+        env=dict(launch.environ),
+        post=run.inbox.post,
+        policy=LogPolicy(
+            max_bytes=launch.config.supervision.log_max_bytes,
+            num_kept=launch.config.supervision.log_keep,
+        ),
+    ) as logs:
+        spawner = LinuxSpawner(run_id=run_id, logs=logs, kernel=Linux(), cgroups=delegated_root())
+        return await run.to_end(spawner)
+
+
+class Run:
+    """Every part of one run, built and joined."""
+
+    def __init__(self, launch: Launch, prompts: Prompts, run_id: RunId, display: Display) -> None:
+        self._launch = launch
+        self._config = launch.config
+        self._prompts = prompts
+        self._run_id = run_id
+        self._display = display
+        self._rng = Random(f"{run_id} {clock.wall_ns()}")  # noqa: S311 - jitter and names
+        self._token = read_or_make_token(launch.directory.token)
+        self.inbox: Inbox[Event] = Inbox()
+        self._control = control_of(launch.config, launch.plan, prompts, run_id)
+        self._memory = RunMemory(launch.directory, run_id)
+        self._tracer = Tracer(_span_writer(launch, run_id))
+        self._scheduler = Scheduler(
+            launch.config.heterogeneous_rollout.scheduling,
+            kv_capacity_by_tp=kv_capacity_by_tp(launch.config, launch.plan),
+        )
+        self._room = WaitingRoom(self._scheduler)
+        self._outcome: Outcome | None = None
+
+    async def to_end(self, spawner: Spawner) -> Outcome:
+        fleet = self._fleet(spawner)
+        gang = self._gang(spawner)
+        operator = self._operator(fleet, gang)
+        notifier = Notifier.from_environment(self._launch.environ)
+        try:
+            async with (
+                fleet,
+                self._serving_api(operator, fleet),
+                anyio.create_task_group() as tasks,
+            ):
+                tasks.start_soon(self._memory.run)
+                tasks.start_soon(notifier.keep_alive)
+                tasks.start_soon(self._tell_systemd, notifier, operator)
+                tasks.start_soon(self._show, operator)
+                tasks.start_soon(self._hear_signals, fleet, gang)
+                await self._work(spawner, fleet, gang, tasks)
+                notifier.stopping("ending children")
+                await self._end_children(fleet, gang)
+                tasks.cancel_scope.cancel()
+        finally:
+            self._memory.close()
+            self._tracer.close()
+        return self._outcome or Outcome(INTERRUPTED, "interrupted")
+
+    async def _work(self, spawner: Spawner, fleet: Fleet, gang: Gang, tasks: TaskGroup) -> None:
+        """From the first child to the end of the loop; rollouts and effects end here."""
+        pool = self._reward_pool(spawner)
+        runner = self._runner(fleet, pool)
+        mail = RankMail(gang)
+        fleet.start(tasks)
+        tasks.start_soon(gang.run)
+        async with anyio.create_task_group() as work:
+            executor = Executor(
+                self._terms(),
+                Ports(
+                    ranks=mail,
+                    engines=fleet,
+                    rollouts=runner,
+                    routing=SchedulerRouting(self._scheduler, fleet),
+                    records=RecordsWriter(self._launch.directory),
+                ),
+                tasks=work,
+                post=self.inbox.post,
+                end=self._end,
+            )
+            for task in (pool.run, runner.run, mail.run, self._room.run, self._say_notices):
+                work.start_soon(task)
+            if (exchange := self._load_exchange()) is not None:
+                work.start_soon(exchange.run)
+            work.start_soon(tick, self.inbox)
+            await run_loop(
+                self.inbox,
+                self._control,
+                partial(self._execute, executor),
+                note=self._note,
+            )
+            self._scheduler.stop_admitting()
+            runner.cancel_all("the run is over")
+            await executor.until_written()
+            work.cancel_scope.cancel()
+
+    async def _end_children(self, fleet: Fleet, gang: Gang) -> None:
+        gang.stop()
+        fleet.stop()
+        async with anyio.create_task_group() as waiting:
+            waiting.start_soon(gang.until_down)
+            waiting.start_soon(fleet.until_down)
+
+    def _note(self, event: Event) -> None:
+        self._memory.note(event)
+        self._tracer.on_event(event)
+
+    def _execute(self, executor: Executor, command: Command) -> None:
+        self._tracer.on_command(command)
+        executor.execute(command)
+
+    def _end(self, exit_code: int, reason: str) -> None:
+        self._outcome = Outcome(exit_code, reason)
+
+    # Parts
+
+    def _terms(self) -> Terms:
+        return Terms(
+            run_id=self._run_id,
+            directory=self._launch.directory,
+            algorithm=self._config.algorithm,
+            shape=batch_shape(self._config, self._launch.plan),
+            keep_last=self._config.control.keep_last,
+            probe_token_ids=self._prompts.probe_token_ids,
+        )
+
+    def _fleet(self, spawner: Spawner) -> Fleet:
+        launch, base = self._launch, self._config.rollout.rollout_port_base
+        site = FleetSite(
+            run_id=self._run_id,
+            directory=launch.directory,
+            config=self._config,
+            device=launch.device,
+            host=LOOPBACK,
+            token=self._token,
+            env=launch.environ,
+            devices=launch.devices,
+        )
+        engines = [
+            Engine(
+                site,
+                placement,
+                self._scheduler,
+                port=base + index if base else 0,
+                served_directory=self._served_directory,
+                rng=self._rng,
+            )
+            for index, placement in enumerate(launch.plan.instances)
+        ]
+        return Fleet(
+            engines,
+            config=self._config.supervision,
+            spawner=spawner,
+            weights=self._config.weights,
+            post=self.inbox.post,
+            rng=self._rng,
+        )
+
+    def _served_directory(self) -> Path | None:
+        """A replaced engine starts from the committed version; the first ones from the base."""
+        version = self._control.publication.committed
+        if version is None or self._control.publication.manifest_hash is None:
+            return None
+        directory = self._launch.directory.weights_of(version)
+        return directory if directory.exists() else None
+
+    def _gang(self, spawner: Spawner) -> Gang:
+        launch = self._launch
+        slots = launch.plan.train.slots
+        site = GangSite(
+            run_id=self._run_id,
+            directory=launch.directory,
+            placement=launch.plan.train,
+            device=launch.device,
+            env=dict(launch.environ),
+            visible_devices=tuple(launch.devices[slot] for slot in slots)
+            if launch.device == "cuda"
+            else (),
+        )
+        return Gang(
+            site,
+            spawner=spawner,
+            config=self._config.supervision,
+            choose=CheckpointChooser(launch.directory, self.inbox),
+            post=self.inbox.post,
+            rng=self._rng,
+        )
+
+    def _reward_pool(self, spawner: Spawner) -> RewardPool:
+        data = self._config.data
+        settings = RewardSettings(
+            run_id=self._run_id,
+            run_dir=self._launch.directory.root,
+            reward=data.reward,
+            reward_args=data.reward_args,
+            env=self._launch.environ,
+            cwd=str(Path.cwd()),
+            timeout_s=data.reward_timeout_s,
+            memory_bytes=data.reward_memory_bytes,
+        )
+        start = partial(running_worker, spawner=spawner, settings=settings)
+        return RewardPool(start, num_workers=data.reward_workers or len(cpu_cores()))
+
+    def _load_exchange(self) -> LoadExchange | None:
+        """With the other schedulers of the fleet; None without a shared directory."""
+        scheduling = self._config.heterogeneous_rollout.scheduling
+        if not scheduling.shared_load_dir:
+            return None
+        writer = f"{self._rng.getrandbits(64):016x}"
+        # One supervisor is one scheduler: its run and node name it among all others.
+        rank = f"{self._run_id}-0"
+        files = SharedDirectory(Path(scheduling.shared_load_dir), rank=rank, writer=writer)
+        return LoadExchange(self._scheduler, files, scheduling, rank=rank, writer=writer)
+
+    def _runner(self, fleet: Fleet, pool: RewardPool) -> RolloutRunner:
+        rollout, data = self._config.rollout, self._config.data
+        return RolloutRunner(
+            RunnerParts(
+                tasks=self._prompts.dataset,
+                workflow=load_workflow(data.workflow, data.workflow_args),
+                tokenizer=self._prompts.tokenizer,
+                router=EngineRouter(self._room, fleet),
+                scorer=pool,
+                post=self.inbox.post,
+                settings=GenerationSettings(
+                    run_seed=self._config.control.seed,
+                    max_model_len=rollout.max_model_len,
+                    max_new_tokens=rollout.max_new_tokens,
+                    temperature=rollout.temperature,
+                    top_p=rollout.top_p,
+                ),
+            )
+        )
+
+    def _operator(self, fleet: Fleet, gang: Gang) -> Operator:
+        operator = Operator(
+            Facts(
+                run_id=self._run_id,
+                directory=self._launch.directory,
+                plan_in_words=plan_in_words(self._launch.plan),
+                total_steps=self._config.control.total_steps,
+                started_at=clock.now(),
+            ),
+            control=self._control,
+            inbox=self.inbox,
+            engine_status=fleet.status_of,
+            trainer_status=gang.status,
+            num_in_flight=self._scheduler.num_in_flight,
+        )
+        operator.registry = registry_of(RunCollector(self._control, operator.status))
+        return operator
+
+    @asynccontextmanager
+    async def _serving_api(self, operator: Operator, fleet: Fleet) -> AsyncIterator[None]:
+        rollout = self._config.rollout
+        options = GatewayOptions(
+            model_names=(MODEL_NAME,),
+            max_model_len=rollout.max_model_len,
+            chat_default_tokens=rollout.max_new_tokens,
+            queue_deadline_s=self._config.heterogeneous_rollout.scheduling.queue_deadline_s,
+        )
+        async with (
+            Gateway(self._room, fleet.url_or_none, options) as gateway,
+            api_server(
+                operator,
+                config=self._config.api,
+                socket_path=self._launch.directory.control_socket,
+                token=self._token,
+                more_tcp_routes=gateway.routes(),
+            ) as port,
+        ):
+            if port is not None:
+                _log.info("api_listens", host=self._config.api.api_host, port=port)
+            yield
+
+    # Tasks at the rim
+
+    async def _hear_signals(self, fleet: Fleet, gang: Gang) -> None:
+        num_heard = 0
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for number in signals:
+                num_heard += 1
+                name = signal.Signals(number).name
+                _log.info("signal_received", signal=name, count=num_heard)
+                if self._control.is_ending:
+                    # The deadlines of what is being ended are shortened.
+                    gang.stop()
+                    fleet.stop()
+                    continue
+                code = INTERRUPTED if number == signal.SIGINT else 0
+                await self.inbox.post(StopRequested(name, now=num_heard > 1, exit_code=code))
+
+    async def _say_notices(self) -> None:
+        """Log what the scheduler finds worth saying once."""
+        while True:
+            for notice in self._scheduler.take_notices():
+                _log.warning("scheduler_notice", kind=type(notice).__name__, **asdict(notice))
+            await clock.sleep(NOTICE_PERIOD_S)
+
+    async def _show(self, operator: Operator) -> None:
+        while True:
+            self._display.show(operator.progress())
+            await clock.sleep(SHOW_PERIOD_S)
+
+    async def _tell_systemd(self, notifier: Notifier, operator: Operator) -> None:
+        while not operator.is_ready():
+            notifier.extend_start(START_EXTENSION_S)
+            notifier.status(operator.progress().waiting_for)
+            await clock.sleep(NOTIFY_PERIOD_S)
+        notifier.ready(operator.progress().waiting_for)
+        while True:
+            await clock.sleep(NOTIFY_PERIOD_S)
+            notifier.status(plain_line(operator.progress()))
+
+
+def _span_writer(launch: Launch, run_id: RunId) -> SpanWriter:
+    tracing = launch.config.tracing
+    directory = Path(tracing.phase_trace_dir or launch.directory.phase_trace)
+    path = trace_path(directory, -1) if tracing.phase_trace_enabled else None
+    return SpanWriter(path, rank=-1, run_id=run_id, role="control")

@@ -1,0 +1,96 @@
+"""The command line's grammar. Imports nothing but argparse: --help has to be instant."""
+
+import argparse
+from pathlib import Path
+
+from libra.version import __version__
+
+VERBS_ON_TARGET = ("drain", "undrain", "restart")
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(
+        prog="libra-supervisor",
+        description="The control plane for RL post-training on bare metal.",
+    )
+    root.add_argument("--version", action="version", version=f"libra-rl {__version__}")
+    verbs = root.add_subparsers(dest="verb", required=True, metavar="VERB")
+    _add_run(verbs)
+    _add_inspection(verbs)
+    _add_control(verbs)
+    return root
+
+
+def _add_run(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    run = verbs.add_parser("run", help="run the main job")
+    _add_config(run)
+    _add_run_dir(run, "directory of the run (default: runs/<config>-<UTC time>)")
+    run.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest complete checkpoint of --run-dir, or of the newest run",
+    )
+    run.add_argument(
+        "--dry-run", action="store_true", help="check and plan everything, start nothing"
+    )
+
+
+def _add_inspection(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    validate = verbs.add_parser("validate", help="explain a configuration, or all its errors")
+    _add_config(validate)
+    validate.add_argument("--data", action="store_true", help="read the data and tokenizer too")
+    validate.add_argument(
+        "--for",
+        dest="purpose",
+        choices=("run", "plan"),
+        default="run",
+        help="plan: as plan and simulate take it, without the model, the data and what is not "
+        "built yet (default: run)",
+    )
+    _add_json(validate)
+    plan = verbs.add_parser("plan", help="show how the devices would be split")
+    _add_config(plan)
+    _add_json(plan)
+    doctor = verbs.add_parser("doctor", help="check this machine, with what to do")
+    doctor.add_argument("config", type=Path, nargs="?", help="check what this run needs as well")
+    _add_overrides(doctor)
+    _add_json(doctor)
+    verbs.add_parser("schema", help="print the JSON Schema of configuration files")
+
+
+def _add_control(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    status = verbs.add_parser("status", help="show a running control plane's state")
+    _add_run_dir(status, "directory of the run (default: the newest in runs/)")
+    _add_json(status)
+    status.add_argument("--watch", action="store_true", help="repeat until interrupted")
+    stop = verbs.add_parser("stop", help="finish the step, save, stop")
+    _add_run_dir(stop, "directory of the run (default: the newest in runs/)")
+    stop.add_argument("--now", action="store_true", help="do not finish the step")
+    for verb in VERBS_ON_TARGET:
+        act = verbs.add_parser(verb, help=f"{verb} one rollout instance")
+        act.add_argument("target", help="the instance's name, e.g. vllm-0")
+        _add_run_dir(act, "directory of the run (default: the newest in runs/)")
+
+
+def _add_config(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("config", type=Path, help="YAML file of the run")
+    _add_overrides(verb)
+
+
+def _add_overrides(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "-o",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override an option (dotted path, YAML value); may be repeated",
+    )
+
+
+def _add_run_dir(verb: argparse.ArgumentParser, text: str) -> None:
+    verb.add_argument("--run-dir", type=Path, help=text)
+
+
+def _add_json(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--json", dest="as_json", action="store_true", help="for programs")

@@ -1,0 +1,84 @@
+"""Verbs that look and start nothing: validate, plan, doctor, schema."""
+
+import sys
+from argparse import Namespace
+
+import msgspec
+
+from libra.config.load import current_environ, load_config
+from libra.planner.render import render_plan
+from libra.planner.search import plan as planned
+from libra_supervisor.app.launch import plan_in_words
+from libra_supervisor.doctor import probes
+from libra_supervisor.doctor.checks import check_site
+from libra_supervisor.doctor.devices import cpu_cores, cuda_devices, resolved_device
+from libra_supervisor.doctor.findings import GIB, Finding
+from libra_supervisor.run_directory import RunDirectory
+from libra_supervisor.validate import verb as validation
+from libra_supervisor.validate.dataset import summarize_dataset
+from libra_supervisor.validate.memory import estimate_memory
+
+ENVIRONMENT = 5
+
+
+def validate(options: Namespace) -> int:
+    request = validation.Request(
+        path=options.config,
+        overrides=tuple(options.overrides),
+        environ=current_environ(),
+        purpose=options.purpose,
+        as_json=options.as_json,
+    )
+    summarize = summarize_dataset if options.data else None
+    return _print(
+        validation.validate(request, summarize_dataset=summarize, estimate_memory=estimate_memory)
+    )
+
+
+def schema(_options: Namespace) -> int:
+    return _print(validation.schema())
+
+
+def plan(options: Namespace) -> int:
+    loaded = load_config(options.config, options.overrides, current_environ(), purpose="plan")
+    report = planned(loaded.config)
+    if options.as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+    else:
+        sys.stdout.write(f"{plan_in_words(report.plan)}\n{render_plan(report)}")
+    return 0
+
+
+def doctor(options: Namespace) -> int:
+    environ = current_environ()
+    if options.config is None:
+        findings = probes.package_findings()
+        memory = probes.available_memory_bytes()
+        devices = cuda_devices(environ)
+        findings += [
+            Finding(check="memory", ok=True, detail=f"{memory / GIB:.1f} GiB available"),
+            Finding(check="cores", ok=True, detail=", ".join(cpu_cores())),
+            Finding(check="CUDA devices", ok=True, detail=", ".join(devices) or "none visible"),
+        ]
+    else:
+        config = load_config(options.config, options.overrides, environ).config
+        device = resolved_device(config.control.device, environ)
+        root = RunDirectory(options.config.resolve().parent).root
+        findings = check_site(config, planned(config).plan, device, root)
+    if options.as_json:
+        sys.stdout.write(msgspec.json.encode(findings).decode() + "\n")
+    else:
+        sys.stdout.writelines(_line(finding) for finding in findings)
+    return 0 if all(finding.ok for finding in findings) else ENVIRONMENT
+
+
+def _line(finding: Finding) -> str:
+    mark = "ok  " if finding.ok else "FAIL"
+    advice = f"\n       {finding.advice}" if finding.advice else ""
+    return f"{mark} {finding.check}: {finding.detail}{advice}\n"
+
+
+def _print(output: validation.Output) -> int:
+    sys.stdout.write(output.stdout)
+    sys.stderr.write(output.stderr)
+    return output.exit_code

@@ -1,0 +1,87 @@
+"""Verbs that talk to a running control plane over its Unix socket."""
+
+import os
+import sys
+from argparse import Namespace
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from socket import AF_UNIX, SOCK_STREAM, socket
+from time import sleep
+
+import msgspec
+
+from libra.errors import PeerError, SiteError
+from libra.wire.api import StatusSnapshot, VerbReply, VerbRequest
+from libra_supervisor.display.status import status_text
+from libra_supervisor.run_directory import RunDirectory
+
+RUNS = Path("runs")
+TIMEOUT_S = 10.0
+WATCH_PERIOD_S = 1.0
+REFUSED = 1
+
+
+def speak(options: Namespace) -> int:
+    directory = RunDirectory((options.run_dir or _newest()).resolve())
+    if options.verb == "status":
+        return _status(directory, options)
+    request = VerbRequest(target=getattr(options, "target", ""), now=getattr(options, "now", False))
+    body = _call(directory, "POST", f"/v1/{options.verb}", msgspec.json.encode(request))
+    reply = msgspec.json.decode(body, type=VerbReply)
+    (sys.stdout if reply.ok else sys.stderr).write(f"{reply.message}\n")
+    return 0 if reply.ok else REFUSED
+
+
+def _status(directory: RunDirectory, options: Namespace) -> int:
+    while True:
+        body = _call(directory, "GET", "/v1/status", b"")
+        if options.as_json:
+            sys.stdout.write(body.decode() + "\n")
+        else:
+            sys.stdout.write(status_text(msgspec.json.decode(body, type=StatusSnapshot)))
+        sys.stdout.flush()
+        if not options.watch:
+            return 0
+        sleep(WATCH_PERIOD_S)
+
+
+def _newest() -> Path:
+    """The run whose control socket is newest. Raises SiteError when none is there."""
+    sockets = sorted(RUNS.glob("*/control.sock"), key=lambda path: path.stat().st_mtime)
+    if not sockets:
+        raise SiteError(f"no running control plane in {RUNS.resolve()}; name its --run-dir")
+    return sockets[-1].parent
+
+
+def _call(directory: RunDirectory, method: str, path: str, body: bytes) -> bytes:
+    """One request. Raises SiteError when nobody listens, PeerError for an odd answer."""
+    connection = _UnixConnection(directory.root)
+    try:
+        connection.request(method, path, body=body or None)
+        return connection.getresponse().read()
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise SiteError(
+            f"no control plane is running in {directory.root} "
+            f"({directory.control_socket.name} does not answer)"
+        ) from None
+    except (OSError, HTTPException) as error:
+        raise PeerError(f"the control plane of {directory.root} did not answer: {error}") from error
+    finally:
+        connection.close()
+
+
+class _UnixConnection(HTTPConnection):
+    """HTTP over the run directory's socket, however long its path is."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__("libra", timeout=TIMEOUT_S)
+        self._root = root
+
+    def connect(self) -> None:
+        self.sock = socket(AF_UNIX, SOCK_STREAM)
+        self.sock.settimeout(TIMEOUT_S)
+        folder = os.open(self._root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.sock.connect(f"/proc/self/fd/{folder}/control.sock")
+        finally:
+            os.close(folder)

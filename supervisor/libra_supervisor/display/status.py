@@ -1,0 +1,46 @@
+"""What `libra-supervisor status` prints. Pure."""
+
+from libra.wire.api import ChildStatus, StatusSnapshot
+from libra_supervisor.display.progress import duration
+
+HEADER = ("child", "state", "since", "pid", "restarts", "version", "in flight", "last error")
+
+
+def status_text(status: StatusSnapshot) -> str:
+    """Several lines about the run, then a table of its children."""
+    total = "" if status.total_steps is None else f"/{status.total_steps}"
+    version = "-" if status.policy_version is None else f"v{status.policy_version}"
+    reward = "-" if status.reward_mean is None else f"{status.reward_mean:.3f}"
+    eta = "-" if status.eta_s is None else duration(status.eta_s)
+    lines = [
+        f"run {status.run_id} (pid {status.pid}), up {duration(status.uptime_s)}, ETA {eta}",
+        f"{status.phase}: {status.waiting_for}",
+        f"step {status.step}{total}, engines at {version}, reward {reward}",
+        f"trajectories: {status.num_running} running, {status.num_buffered} ready",
+        f"plan: {status.plan}",
+        *([status.oldest_wait] if status.oldest_wait else []),
+        "",
+        *_table([HEADER, *map(_row, status.children)]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(child: ChildStatus) -> tuple[str, ...]:
+    return (
+        child.child,
+        child.state,
+        duration(child.since_s),
+        "-" if child.pid is None else str(child.pid),
+        str(child.num_restarts),
+        "-" if child.policy_version is None else f"v{child.policy_version}",
+        str(child.num_in_flight),
+        child.last_error,
+    )
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

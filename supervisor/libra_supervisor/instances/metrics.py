@@ -1,0 +1,88 @@
+"""One vLLM /metrics page -> what scheduling and health need of it. Pure.
+
+Read from vLLM 0.22 and 0.32, and the KV gauge's name before 0.10. A DP server has one series per
+`engine` label: counts are summed, the KV use is the fullest engine's.
+"""
+
+from math import fsum
+
+import msgspec
+
+from libra.ids import Incarnation
+from libra.models.kv_capacity import measured_kv_capacity_tokens
+from libra.scheduling.load import LoadSnapshot
+from libra.tracing.prometheus import Sample, largest, read_samples, total
+
+RUNNING = "vllm:num_requests_running"
+WAITING = "vllm:num_requests_waiting"
+WAITING_BY_REASON = "vllm:num_requests_waiting_by_reason"
+KV_USE = "vllm:kv_cache_usage_perc"
+OLD_KV_USE = "vllm:gpu_cache_usage_perc"
+PREEMPTIONS = "vllm:num_preemptions_total"
+PROMPT_TOKENS = "vllm:prompt_tokens_total"
+GENERATION_TOKENS = "vllm:generation_tokens_total"
+CACHE_CONFIG = "vllm:cache_config_info"
+STARTED_AT = "process_start_time_seconds"
+
+WANTED = frozenset(
+    {
+        RUNNING,
+        WAITING,
+        WAITING_BY_REASON,
+        KV_USE,
+        OLD_KV_USE,
+        PREEMPTIONS,
+        PROMPT_TOKENS,
+        GENERATION_TOKENS,
+        CACHE_CONFIG,
+        STARTED_AT,
+    }
+)
+
+
+class ServerMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """A page's numbers; None where the page does not say."""
+
+    load: LoadSnapshot
+    num_tokens: float | None
+    """Prompt and generated tokens since the process started: it moves while work is done."""
+
+
+def server_metrics(text: str, *, incarnation: Incarnation, sampled_at: float) -> ServerMetrics:
+    samples = read_samples(text, WANTED)
+    kv_use = largest(samples, KV_USE)
+    load = LoadSnapshot(
+        incarnation=incarnation,
+        sampled_at=sampled_at,
+        num_running=total(samples, RUNNING),
+        num_waiting=total(samples, WAITING),
+        num_waiting_for_capacity=total(samples, WAITING_BY_REASON, reason="capacity"),
+        kv_use_fraction=largest(samples, OLD_KV_USE) if kv_use is None else kv_use,
+        num_preemptions=total(samples, PREEMPTIONS),
+        kv_capacity_tokens=_kv_capacity_tokens(samples.get(CACHE_CONFIG, [])),
+        process_started_at_s=largest(samples, STARTED_AT),
+    )
+    counters = [total(samples, name) for name in (PROMPT_TOKENS, GENERATION_TOKENS)]
+    known = [value for value in counters if value is not None]
+    return ServerMetrics(load=load, num_tokens=fsum(known) if known else None)
+
+
+def _kv_capacity_tokens(configs: list[Sample]) -> int | None:
+    """Sum over the engines of the labels of cache_config_info; None when one does not say."""
+    capacities = [_capacity_of(config.labels) for config in configs]
+    known = [capacity for capacity in capacities if capacity is not None]
+    return sum(known) if known and len(known) == len(capacities) else None
+
+
+def _capacity_of(labels: dict[str, str]) -> int | None:
+    return measured_kv_capacity_tokens(
+        kv_cache_size_tokens=_count(labels, "kv_cache_size_tokens"),
+        num_gpu_blocks=_count(labels, "num_gpu_blocks"),
+        block_size=_count(labels, "block_size"),
+    )
+
+
+def _count(labels: dict[str, str], name: str) -> int | None:
+    # An unset option is exposed as the text "None".
+    text = labels.get(name, "")
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,170 @@
+"""From a placement to the process that runs the ranks: torchrun, started anew for each attempt.
+
+torchrun's own restarts are off: one restart budget per gang, ours. The port of the ranks' store
+(MASTER_PORT) is bound by torchrun's agent to port 0 and held by it for its whole life; nobody
+picks a number, lets go of it and hopes.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from libra.ids import ChildId, Incarnation, RunId
+from libra.planner.plan import TrainPlacement
+from libra_supervisor.process.spec import Limits, ProcessSpec
+from libra_supervisor.run_directory import RunDirectory
+
+TRAINER_ID: Final = ChildId("trainer")
+ERROR_FILES: Final = "torchrun"
+
+
+class GangSite(msgspec.Struct, frozen=True, kw_only=True):
+    """What every attempt of one gang has in common."""
+
+    run_id: RunId
+    directory: RunDirectory
+    placement: TrainPlacement
+    device: Literal["cpu", "cuda"]
+    env: dict[str, str]
+    """The environment the supervisor was started with."""
+
+    cpu_cores: tuple[int, ...] = ()
+    """Cores of the whole gang; empty leaves all."""
+
+    visible_devices: tuple[str, ...] = ()
+    """For CUDA_VISIBLE_DEVICES, one per slot of the placement; empty leaves the variable alone."""
+
+    shutdown_grace_s: float = 15.0
+    """How long torchrun lets ranks end after SIGTERM; shorter than the supervisor's own grace, so
+    that torchrun ends its ranks and says how before it is killed itself."""
+
+    launcher: tuple[str, ...] = (sys.executable, "-m", "torch.distributed.run")
+    program: tuple[str, ...] = ("-m", "libra.trainer")
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of all ranks."""
+
+    number: int
+    incarnation: Incarnation
+    control_socket: str
+    restore: Path | None
+    """A complete checkpoint; None starts anew."""
+
+
+def attempt_spec(site: GangSite, attempt: Attempt) -> ProcessSpec:
+    """The process that runs the ranks of one attempt."""
+    directory = site.directory
+    restore = () if attempt.restore is None else ("--restore", str(attempt.restore))
+    return ProcessSpec(
+        child_id=TRAINER_ID,
+        run_id=site.run_id,
+        argv=(
+            *_torchrun(site, attempt),
+            *site.program,
+            "--config",
+            str(directory.resolved_config_json),
+            "--run-dir",
+            str(directory.root),
+            *restore,
+        ),
+        env=_environment(site, attempt),
+        cwd=str(directory.root),
+        log_path=str(directory.log_of(TRAINER_ID)),
+        limits=Limits(cpu_cores=site.cpu_cores),
+        # Nobody adopts a torchrun: without its supervisor it must not go on.
+        is_bound_to_supervisor=True,
+    )
+
+
+def error_directory(directory: RunDirectory, incarnation: Incarnation) -> Path:
+    """Where torchrun keeps the error files of one attempt's ranks."""
+    return directory.logs / ERROR_FILES / incarnation
+
+
+def _torchrun(site: GangSite, attempt: Attempt) -> tuple[str, ...]:
+    return (
+        *site.launcher,
+        "--nnodes=1",
+        f"--nproc-per-node={site.placement.world_size}",
+        "--max-restarts=0",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        # A fresh id per attempt: what is left of an earlier one can never meet this one.
+        f"--rdzv-id={site.run_id}-{attempt.incarnation}",
+        "--local-addr=127.0.0.1",
+        f"--shutdown-timeout={max(1, round(site.shutdown_grace_s))}",
+        f"--log-dir={error_directory(site.directory, attempt.incarnation)}",
+    )
+
+
+def _environment(site: GangSite, attempt: Attempt) -> dict[str, str]:
+    env = dict(site.env)
+    env |= {
+        "LIBRA_CONTROL": attempt.control_socket,
+        "LIBRA_ATTEMPT": str(attempt.number),
+        # The agent's bound store is the ranks' store: this is what holds MASTER_PORT.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
+        "OMP_NUM_THREADS": str(_threads_per_rank(site)),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    if site.device == "cpu":
+        env |= {
+            # Megatron's fused functions go through torch.compile, which gains nothing here.
+            "TORCHDYNAMO_DISABLE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            # Without it gloo resolves the host's name, which may not be reachable.
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+    elif site.visible_devices:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(site.visible_devices)
+    return env
+
+
+def _threads_per_rank(site: GangSite) -> int:
+    if site.device == "cpu" and site.cpu_cores:
+        return max(1, len(site.cpu_cores) // site.placement.world_size)
+    return 1
+
+
+class RankError(msgspec.Struct, frozen=True):
+    """The error file of one rank."""
+
+    local_rank: int
+    message: str
+    timestamp: float
+
+
+def first_error(directory: RunDirectory, incarnation: Incarnation) -> RankError | None:
+    """The earliest error file of the attempt; None when no rank wrote one."""
+    errors = [
+        error
+        for path in error_directory(directory, incarnation).glob("*/attempt_*/*/error.json")
+        if (error := _read_error(path)) is not None
+    ]
+    return min(errors, key=lambda error: error.timestamp, default=None)
+
+
+def _read_error(path: Path) -> RankError | None:
+    try:
+        content = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        message = content["message"]
+        if isinstance(message, str):
+            return RankError(int(path.parent.name), message, path.stat().st_mtime)
+        details = msgspec.convert(message, _ErrorMessage)
+    except (OSError, KeyError, ValueError, msgspec.MsgspecError):
+        return None
+    return RankError(int(path.parent.name), details.message, float(details.timestamp))
+
+
+class _ErrorMessage(msgspec.Struct):
+    message: str
+    extra: Mapping[str, str] = msgspec.field(name="extraInfo", default_factory=dict)
+
+    @property
+    def timestamp(self) -> str:
+        return self.extra.get("timestamp", "0")

@@ -1,0 +1,183 @@
+"""One sample's client: its workflow asks, engines answer, failures are tried again elsewhere."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import anyio
+import msgspec
+
+from libra import clock
+from libra.data.tokenizer import PromptTokenizer
+from libra.errors import DrainingError, LibraError, OverloadedError, PeerError, RefusedError
+from libra.ids import RequestId
+from libra.rollouts.generation import GenerationRequest, completion_error, joined
+from libra.rollouts.group import AdmittedGroup
+from libra.rollouts.seeds import sampling_seed
+from libra.rollouts.trajectory import Completion
+from libra.wire.instance import Sampling
+
+Progressed = Callable[[int], None]
+"""Called with the number of answer tokens so far."""
+
+
+class Router(Protocol):
+    """Places one request on one instance and brings back the answer."""
+
+    async def generate(self, request: GenerationRequest, progressed: Progressed) -> Completion:
+        """One answer. Cancelling it frees the instance.
+
+        Calls `progressed(0)` when an instance has taken the request, and again as tokens come.
+        From the first call on, silence counts against the idle limit; a router that cannot see
+        tokens come never calls it, and hangs are then found by the supervision of the instance.
+        Raises PeerError (the instance's fault), RefusedError (try later), DrainingError (the run
+        is stopping) or RejectedError (the request is wrong).
+        """
+
+
+class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The run's sampling and patience."""
+
+    run_seed: int
+    max_model_len: int
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    idle_timeout_s: float | None = 300.0
+    """Longest silence of an engine in the middle of an answer. There is no limit on a whole answer:
+    it would cut exactly the longest ones."""
+
+    max_request_attempts: int = 3
+    """Tries of one engine request, each placed anew by the router."""
+
+    retry_delay_s: float = 0.5
+    """Before the second try; doubles with each further one."""
+
+
+class EngineSilentError(PeerError):
+    """An engine took a request and then gave no sign of life."""
+
+
+class RoomSpentError(LibraError):
+    """A prompt fills the model's context: nothing can be generated after it."""
+
+
+class SampleClient:
+    """Implements `libra.workflows.client.RolloutClient` for one sample."""
+
+    def __init__(
+        self,
+        group: AdmittedGroup,
+        sample_index: int,
+        *,
+        router: Router,
+        tokenizer: PromptTokenizer,
+        settings: GenerationSettings,
+    ) -> None:
+        self.group = group
+        self.sample_index = sample_index
+        self.tokenizer = tokenizer
+        self._router = router
+        self._settings = settings
+        self._num_turns = 0
+        self.num_tokens = 0
+        """Answer tokens of the request in progress, as far as the router says."""
+
+        self.num_retries = 0
+        self.progressed_at: float | None = None
+        """The last sign of life; None before the first."""
+
+    def room_tokens(self, num_prompt_tokens: int) -> int:
+        return max(0, self._settings.max_model_len - num_prompt_tokens)
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Completion:
+        prompt = tuple(prompt_token_ids)
+        wanted = min(max_new_tokens or self._settings.max_new_tokens, self.room_tokens(len(prompt)))
+        if wanted == 0:
+            raise RoomSpentError(
+                f"{self._name} has a prompt of {len(prompt)} tokens, "
+                f"max_model_len is {self._settings.max_model_len}"
+            )
+        self._num_turns += 1
+        answer = await self._piece(prompt, wanted, stop_token_ids, piece=0)
+        piece = 1
+        # An engine that was paused by aborting gives back what it has: the rest is asked for with
+        # the answer so far as part of the prompt, so that no sampled token is lost.
+        while answer.finish_reason == "abort" and len(answer.token_ids) < wanted:
+            left = wanted - len(answer.token_ids)
+            rest = await self._piece(prompt + answer.token_ids, left, stop_token_ids, piece=piece)
+            answer = joined(answer, rest)
+            piece += 1
+        if answer.finish_reason == "abort":
+            return msgspec.structs.replace(answer, finish_reason="length")
+        return answer
+
+    @property
+    def _name(self) -> str:
+        return self.group.trajectory_id(self.sample_index)
+
+    async def _piece(
+        self, prompt: tuple[int, ...], wanted: int, stop_token_ids: Sequence[int], *, piece: int
+    ) -> Completion:
+        """One answer or the last error, after `max_request_attempts` tries."""
+        settings = self._settings
+        seed = sampling_seed(
+            settings.run_seed,
+            self.group,
+            sample_index=self.sample_index,
+            turn=self._num_turns,
+            piece=piece,
+        )
+        sampling = Sampling(
+            max_new_tokens=wanted,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            seed=seed,
+            stop_token_ids=tuple(stop_token_ids),
+        )
+        for attempt in range(settings.max_request_attempts):
+            request = GenerationRequest(
+                request_id=RequestId(f"{self._name}/t{self._num_turns}.{piece}.{attempt}"),
+                prompt_id=None if attempt else self.group.prompt.prompt_id,
+                prompt_token_ids=prompt,
+                sampling=sampling,
+            )
+            try:
+                return await self._ask(request)
+            except DrainingError:
+                raise
+            except (PeerError, RefusedError):
+                if attempt + 1 == settings.max_request_attempts:
+                    raise
+            self.num_retries += 1
+            await clock.sleep(settings.retry_delay_s * 2**attempt)
+        raise OverloadedError(f"{self._name} may not be asked for: max_request_attempts is 0")
+
+    async def _ask(self, request: GenerationRequest) -> Completion:
+        idle_timeout_s = self._settings.idle_timeout_s
+        self.num_tokens = 0
+        with anyio.CancelScope() as scope:
+
+            def progressed(num_tokens: int) -> None:
+                self.num_tokens = num_tokens
+                self.progressed_at = clock.now()
+                if idle_timeout_s is not None:
+                    scope.deadline = self.progressed_at + idle_timeout_s
+
+            completion = await self._router.generate(request, progressed)
+            self.progressed_at = clock.now()
+            error = completion_error(completion)
+            if error is not None:
+                raise PeerError(f"{completion.instance_id} answered {request.request_id}: {error}")
+            if completion.finish_reason == "abort" and not completion.token_ids:
+                raise PeerError(f"{completion.instance_id} aborted {request.request_id}")
+            return completion
+        raise EngineSilentError(
+            f"{request.request_id} got nothing for {idle_timeout_s} s after "
+            f"{self.num_tokens} tokens"
+        )

@@ -1,0 +1,239 @@
+"""Admitted groups -> scored trajectories, as events.
+
+Every sample of a group that is not cancelled ends in exactly one SampleFinished or SampleGaveUp.
+What goes wrong with one sample is a value; what goes wrong in here ends the run.
+"""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Never, Protocol, TypeAlias
+
+import anyio
+import msgspec
+from anyio import to_thread
+
+from libra import clock
+from libra.data.task import Task
+from libra.data.tokenizer import PromptTokenizer
+from libra.errors import DrainingError, InvariantError, LibraError, RefusedError
+from libra.ids import GroupId
+from libra.rewards.case import RewardCase
+from libra.rewards.coercion import RewardFailed, coerced
+from libra.rollouts.group import AdmittedGroup
+from libra.rollouts.trajectory import FailureKind, SampleFailed, Trajectory, alignment_error
+from libra.rollouts.transcript import AlignmentBrokenError, PrefixBrokenError
+from libra.workflows.client import Workflow
+from libra_supervisor.events import (
+    SampleFinished,
+    SampleGaveUp,
+    SampleProgressed,
+    SampleStarted,
+)
+from libra_supervisor.rollouts.client import (
+    EngineSilentError,
+    GenerationSettings,
+    Router,
+    SampleClient,
+)
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskGroup
+
+RENEW_PERIOD_S = 5.0
+"""How often signs of life of running samples are passed on."""
+
+SampleEvent: TypeAlias = SampleStarted | SampleProgressed | SampleFinished | SampleGaveUp
+Post: TypeAlias = Callable[[SampleEvent], Awaitable[None]]
+
+
+class Tasks(Protocol):
+    """Where tasks come from; `libra.data.dataset.PromptDataset` is the real one."""
+
+    def task(self, row: int) -> Task:
+        """Reads and tokenises: called in a thread."""
+
+
+class Scorer(Protocol):
+    async def score(self, case: RewardCase) -> float | RewardFailed: ...
+
+
+class RunnerParts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the runner works with."""
+
+    tasks: Tasks
+    workflow: Workflow
+    tokenizer: PromptTokenizer
+    router: Router
+    scorer: Scorer
+    post: Post
+    settings: GenerationSettings
+
+
+class RolloutRunner:
+    """Runs groups while `run` is alive. Implements `libra_supervisor.ports.Rollouts`."""
+
+    def __init__(self, parts: RunnerParts) -> None:
+        self._parts = parts
+        self._task_group: TaskGroup | None = None
+        self._scopes: dict[GroupId, anyio.CancelScope] = {}
+        self._clients: set[SampleClient] = set()
+        self.num_retries = 0
+        """Engine requests that were asked for again."""
+
+        self.timeouts_by_tokens: Counter[int] = Counter()
+        """Requests given up for silence, by the answer tokens they had, rounded down to a power of
+        two: when these are all long, the idle limit shapes what is learned."""
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._scopes)
+
+    @property
+    def num_running(self) -> int:
+        """Samples whose workflow runs."""
+        return len(self._clients)
+
+    async def run(self) -> None:
+        """Own every sample's task; ends by cancellation or by a bug."""
+        async with anyio.create_task_group() as tasks:
+            self._task_group = tasks
+            try:
+                await self._renew()
+            finally:
+                self._task_group = None
+
+    def start(self, group: AdmittedGroup) -> None:
+        if self._task_group is None:
+            raise InvariantError(f"{group.group_id} was started while no runner runs")
+        if group.group_id in self._scopes:
+            raise InvariantError(f"{group.group_id} was started twice")
+        scope = self._scopes[group.group_id] = anyio.CancelScope()
+        self._task_group.start_soon(self._run_group, group, scope, name=group.group_id)
+
+    def cancel(self, group_id: GroupId) -> None:
+        """Stop the group's samples: from now on nothing more is posted about them.
+
+        A group of the same id may be started at once, while the old one still winds down.
+        """
+        scope = self._scopes.pop(group_id, None)
+        if scope is not None:
+            scope.cancel()
+
+    def cancel_all(self, reason: str) -> None:  # noqa: ARG002 - the loop has logged it
+        for group_id in list(self._scopes):
+            self.cancel(group_id)
+
+    async def _renew(self) -> Never:
+        passed_on: dict[SampleClient, float] = {}
+        while True:
+            await clock.sleep(RENEW_PERIOD_S)
+            alive = {c: c.progressed_at for c in self._clients if c.progressed_at is not None}
+            for client, at in alive.items():
+                if passed_on.get(client, -1.0) < at:
+                    await self._parts.post(
+                        SampleProgressed(client.group.group_id, client.sample_index)
+                    )
+            passed_on = alive
+
+    async def _run_group(self, group: AdmittedGroup, scope: anyio.CancelScope) -> None:
+        try:
+            with scope:
+                task = await to_thread.run_sync(self._parts.tasks.task, group.prompt.row)
+                async with anyio.create_task_group() as samples:
+                    for index in range(group.n_samples):
+                        samples.start_soon(self._run_sample, group, task, index)
+        finally:
+            if self._scopes.get(group.group_id) is scope:
+                del self._scopes[group.group_id]
+
+    async def _run_sample(self, group: AdmittedGroup, task: Task, index: int) -> None:
+        await self._parts.post(SampleStarted(group.group_id, index))
+        client = SampleClient(
+            group,
+            index,
+            router=self._parts.router,
+            tokenizer=self._parts.tokenizer,
+            settings=self._parts.settings,
+        )
+        self._clients.add(client)
+        try:
+            outcome = await self._rolled_out(task, client)
+        finally:
+            self._clients.discard(client)
+            self.num_retries += client.num_retries
+        if isinstance(outcome, Trajectory):
+            outcome = await self._scored(task, outcome)
+        if isinstance(outcome, SampleFailed):
+            await self._parts.post(SampleGaveUp(group.group_id, index, outcome))
+        else:
+            await self._parts.post(SampleFinished(outcome))
+
+    async def _rolled_out(self, task: Task, client: SampleClient) -> Trajectory | SampleFailed:
+        try:
+            trajectory = await self._parts.workflow(task, client)
+        except InvariantError:
+            raise
+        except LibraError as error:
+            if isinstance(error, EngineSilentError):
+                self.timeouts_by_tokens[_rounded_down(client.num_tokens)] += 1
+            return SampleFailed(_kind_of(error), str(error))
+        except Exception as error:  # noqa: BLE001 - workflows are written by users
+            return SampleFailed("workflow", f"{type(error).__name__}: {error}")
+        return _checked(trajectory, client)
+
+    async def _scored(self, task: Task, trajectory: Trajectory) -> Trajectory | SampleFailed:
+        """The trajectory with its reward; a workflow may have given one itself."""
+        reward: float | RewardFailed
+        if trajectory.reward is not None:
+            reward = coerced(trajectory.reward)
+        else:
+            reward = await self._parts.scorer.score(_case(task, trajectory))
+        if isinstance(reward, RewardFailed):
+            return SampleFailed("reward", reward.reason)
+        return msgspec.structs.replace(trajectory, reward=reward)
+
+
+def _checked(trajectory: object, client: SampleClient) -> Trajectory | SampleFailed:
+    """The border to user code: what comes back is a trajectory of this sample, or a failure."""
+    if not isinstance(trajectory, Trajectory):
+        return SampleFailed("workflow", f"returned a {type(trajectory).__name__}, no Trajectory")
+    expected_id = client.group.trajectory_id(client.sample_index)
+    if trajectory.trajectory_id != expected_id:
+        return SampleFailed("workflow", f"returned {trajectory.trajectory_id}, not {expected_id}")
+    error = alignment_error(trajectory)
+    return trajectory if error is None else SampleFailed("alignment", error)
+
+
+def _kind_of(error: LibraError) -> FailureKind:
+    match error:
+        case PrefixBrokenError():
+            return "prefix"
+        case AlignmentBrokenError():
+            return "alignment"
+        case EngineSilentError():
+            return "timeout"
+        case DrainingError():
+            return "cancelled"
+        case RefusedError():
+            return "engine"
+        case _ if error.retryable:
+            return "engine"
+        case _:
+            return "workflow"
+
+
+def _case(task: Task, trajectory: Trajectory) -> RewardCase:
+    return RewardCase(
+        prompt_id=task.prompt_id,
+        prompt_text=task.prompt_text,
+        response_text=trajectory.response_text,
+        answer=task.answer,
+        extras=task.extras,
+        finish_reason=trajectory.finish_reason,
+        num_response_tokens=trajectory.num_response_tokens,
+        num_turns=trajectory.num_turns,
+    )
+
+
+def _rounded_down(num_tokens: int) -> int:
+    return 1 << (num_tokens.bit_length() - 1) if num_tokens else 0

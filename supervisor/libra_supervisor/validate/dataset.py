@@ -1,0 +1,52 @@
+"""The training data as `validate --data` reads it: all of it, once, as a run would."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from libra.config.run import RunConfig
+from libra.data.dataset import PromptDataset, PromptRules
+from libra.data.formats import open_source
+from libra.data.task import PromptFields
+from libra.data.tokenizer import PromptTokenizer
+from libra_supervisor.validate.ports import DatasetSummary
+
+
+def open_dataset(config: RunConfig) -> PromptDataset:
+    """Read and tokenise every row of train_data, as a run does. Raises DataError."""
+    data, rollout = config.data, config.rollout
+    return PromptDataset(
+        open_source(Path(data.train_data)),
+        PromptTokenizer(Path(config.model.resolved_tokenizer_path)),
+        fields=PromptFields(
+            prompt=data.prompt_field,
+            answer=data.answer_field,
+            apply_chat_template=data.apply_chat_template,
+        ),
+        rules=PromptRules(
+            max_prompt_tokens=rollout.max_model_len - rollout.max_new_tokens,
+            on_bad_row=data.on_bad_row,
+            on_long_prompt=data.on_long_prompt,
+        ),
+    )
+
+
+def summarize_dataset(config: RunConfig) -> DatasetSummary:
+    """Read and tokenise every row of train_data. Raises DataError as the port says."""
+    dataset = open_dataset(config)
+    rows = [int(row) for row in dataset.rows]
+    example = dataset.task(rows[0]).prompt_token_ids
+    # Special tokens must show, so the tokenizer of the run, which hides them, is not asked.
+    tokenizer = Tokenizer.from_file(
+        str(Path(config.model.resolved_tokenizer_path) / "tokenizer.json")
+    )
+    return DatasetSummary(
+        rows=len(rows),
+        skipped_rows=len(dataset.bad_rows),
+        over_long_prompts=len(dataset.long_rows),
+        longest_prompt_tokens=max(len(dataset.task(row).prompt_token_ids) for row in rows),
+        example_token_ids=example,
+        example_tokens=tuple(
+            tokenizer.decode([token_id], skip_special_tokens=False) for token_id in example
+        ),
+    )

@@ -1,0 +1,59 @@
+"""torchrun's behaviour towards its ranks, without torch: sessions of their own, one dies, all end.
+
+It speaks the options that libra_supervisor.ranks.torchrun passes, prints the same report, and
+leaves ranks that ignore SIGTERM alone until --shutdown-timeout, as the real one does.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+
+parser = argparse.ArgumentParser()
+for name in ("nnodes", "max-restarts", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "local-addr"):
+    parser.add_argument(f"--{name}")
+parser.add_argument("--nproc-per-node", type=int)
+parser.add_argument("--shutdown-timeout", type=float)
+parser.add_argument("--log-dir")
+parser.add_argument("program", nargs=argparse.REMAINDER)
+options = parser.parse_args()
+
+
+def start(rank):
+    env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(options.nproc_per_node)}
+    argv = [sys.executable, *options.program]
+    return subprocess.Popen(argv, env=env, start_new_session=True)
+
+
+def end(ranks, signum):
+    for rank in ranks:
+        if rank.poll() is None:
+            os.killpg(rank.pid, signum)
+    deadline = time.monotonic() + options.shutdown_timeout
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for rank in ranks:
+        if rank.poll() is None:
+            os.killpg(rank.pid, signal.SIGKILL)
+
+
+def on_signal(signum, frame):
+    end(ranks, signum)
+    sys.exit(1)
+
+
+ranks = [start(rank) for rank in range(options.nproc_per_node)]
+signal.signal(signal.SIGTERM, on_signal)
+while any(rank.poll() is None for rank in ranks):
+    time.sleep(0.02)
+    failed = [(k, rank) for k, rank in enumerate(ranks) if rank.poll() not in (None, 0)]
+    if failed:
+        k, rank = failed[0]
+        end(ranks, signal.SIGTERM)
+        sys.stderr.write(
+            f"Root Cause (first observed failure):\n[0]:\n  rank      : {k} (local_rank: {k})\n"
+            f"  exitcode  : {rank.returncode} (pid: {rank.pid})\n"
+        )
+        sys.exit(1)

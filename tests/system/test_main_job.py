@@ -1,0 +1,232 @@
+"""The whole job with real parts, as a user starts it: vLLM, torchrun, Megatron-Core, weights."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]
+
+NUM_STEPS = 60
+"""Enough for the reward to pass half way; the whole curve is in docs/benchmarks.md."""
+
+
+class Job:
+    """One `libra-supervisor run` as a child of this test."""
+
+    def __init__(self, run_dir: Path, quickstart: Path, *arguments: str) -> None:
+        self.run_dir = run_dir
+        self.log = run_dir.with_suffix(".out")
+        command = [
+            *(sys.executable, "-m", "libra_supervisor.cli", "run"),
+            *(str(ROOT / "configs/quickstart.yaml"), "--run-dir", str(run_dir)),
+            *("-o", f"model_path={quickstart / 'model'}"),
+            *("-o", f"train_data={quickstart / 'train.jsonl'}"),
+            *arguments,
+        ]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=run_dir.parent)
+
+    def wait(self, timeout_s: float) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.said()}") from None
+
+    def said(self) -> str:
+        return self.log.read_text()[-6000:]
+
+    def kill(self) -> None:
+        """SIGKILL the supervisor and whatever it started, at one moment."""
+        tagged = tagged_processes(self.run_dir)
+        self.process.kill()
+        for process in tagged:
+            process.kill()
+        self.process.wait()
+
+    def steps(self) -> list[dict]:
+        return read_lines(self.run_dir / "metrics.jsonl")
+
+    def until_step(self, step: int, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not any(line["step"] >= step for line in self.steps()):
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.2)
+
+
+def read_lines(path: Path) -> list[dict]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def tagged_processes(run_dir: Path) -> list[psutil.Process]:
+    """Processes that carry this run's tag in their environment."""
+    state = run_dir / "state.json"
+    run_id = json.loads(state.read_text())["run_id"] if state.exists() else run_dir.name
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("LIBRA_RUN_ID") == run_id:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "sem.mp-"))}
+
+
+def visits(run_dir: Path) -> Counter:
+    """How often each (group id without its attempt) was trained on."""
+    seen: Counter = Counter()
+    for path in sorted((run_dir / "trajectories").glob("step_*.jsonl")):
+        groups = {line["trajectory_id"].rsplit("/s", 1)[0] for line in read_lines(path)}
+        seen.update(group.rsplit("/a", 1)[0] for group in groups)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, quickstart):
+    """One whole run, and what its processes looked like while it ran."""
+    run_dir = tmp_path_factory.mktemp("main") / "run"
+    job = Job(run_dir, quickstart, "-o", f"total_steps={NUM_STEPS}", "-o", "save_interval=20")
+    try:
+        job.until_step(1, 600)
+        commands = [" ".join(p.cmdline()) for p in tagged_processes(run_dir)]
+        code = job.wait(900)
+    finally:
+        if job.process.poll() is None:
+            job.kill()
+    return job, code, commands
+
+
+def test_the_run_ends_with_0_and_leaves_nothing_behind(finished):
+    job, code, _ = finished
+    assert code == 0, job.said()
+    assert tagged_processes(job.run_dir) == []
+    assert not (job.run_dir / "control.sock").exists()
+    assert [p for p in job.run_dir.rglob("*") if p.is_socket()] == []
+
+
+def test_servers_and_ranks_are_the_real_ones(finished):
+    _, _, commands = finished
+    assert sum("libra.serving.launch" in command for command in commands) >= 2
+    assert any("torch.distributed.run" in command for command in commands)
+    assert sum(" -m libra.trainer " in command for command in commands) >= 2
+
+
+def test_the_reward_rises_past_half_way(finished):
+    job, _, _ = finished
+    rewards = [line["reward_mean"] for line in job.steps()]
+    assert len(rewards) == NUM_STEPS
+    assert rewards[0] < 0.3
+    assert sum(rewards[-5:]) / 5 > 0.5, rewards
+
+
+def test_engine_and_trainer_compute_the_same_policy(finished):
+    job, _, _ = finished
+    first = job.steps()[0]
+    assert first["staleness_max"] == 0
+    assert first["kl_mismatch"] < 1e-3
+    reloads = read_lines(job.run_dir / "reloads.jsonl")
+    assert [r["policy_version"] for r in reloads if not r["is_catch_up"]] == [*range(NUM_STEPS + 1)]
+    for reload in reloads:
+        assert reload["outcome"] == "committed"
+        assert len(reload["accepted"]) == 2
+        assert 0 < reload["probe_difference"] < 1e-3
+
+
+def test_every_step_has_its_numbers_and_stays_within_the_staleness_bound(finished):
+    job, _, _ = finished
+    wanted = {
+        *("step", "policy_version", "reward_mean", "reward_std", "frac_zero_std"),
+        *("num_trajectories", "response_tokens_mean", "staleness_mean", "staleness_max", "loss"),
+        *("grad_norm", "entropy", "clip_fraction", "kl_mismatch", "tokens_per_s"),
+        *("rollout_wait_s", "train_s", "recompute_s", "export_s", "reload_s"),
+    }
+    for number, line in enumerate(job.steps(), start=1):
+        assert wanted <= line.keys()
+        assert line["step"] == line["policy_version"] == number
+        assert line["staleness_max"] <= 1
+        assert line["num_trajectories"] == 64
+
+
+def test_the_run_directory_is_complete(finished):
+    job, _, _ = finished
+    names = (
+        *("config.given.yaml", "config.resolved.yaml", "plan.json", "state.json"),
+        *("journal.jsonl", "metrics.jsonl", "reloads.jsonl", "logs/control.jsonl"),
+        *("logs/trainer.log", "logs/vllm-0.log", "logs/vllm-1.log"),
+        f"weights/v{NUM_STEPS:06d}/manifest.json",
+        f"weights/v{NUM_STEPS:06d}/model.safetensors",
+        f"checkpoints/step_{NUM_STEPS:06d}/checkpoint.json",
+        f"trajectories/step_{NUM_STEPS:06d}.jsonl",
+        *("phase_trace/phase_trace_rank0.jsonl", "phase_trace/phase_trace_rank1.jsonl"),
+    )
+    assert [name for name in names if not (job.run_dir / name).exists()] == []
+    assert len(list((job.run_dir / "weights").iterdir())) <= 3
+    assert len(list((job.run_dir / "checkpoints").iterdir())) == 2
+
+
+def test_no_prompt_visit_is_trained_on_twice(finished):
+    job, _, _ = finished
+    assert set(visits(job.run_dir).values()) == {1}
+
+
+@pytest.mark.case("T-B50")
+@pytest.mark.case("T-B78")
+def test_after_sigkill_of_everything_a_resumed_run_goes_on_where_it_was(tmp_path, quickstart):
+    run_dir = tmp_path / "run"
+    options = ("-o", "total_steps=12", "-o", "save_interval=2")
+    job = Job(run_dir, quickstart, *options)
+    try:
+        job.until_step(4, 600)
+        time.sleep(random.Random().uniform(0.0, 3.0))
+        job.kill()
+        assert tagged_processes(run_dir) == []
+        saved = max(int(p.name[5:]) for p in (run_dir / "checkpoints").glob("step_??????"))
+        killed_at = max(line["step"] for line in job.steps())
+        resumed = Job(run_dir, quickstart, *options, "--resume")
+        assert resumed.wait(900) == 0, resumed.said()
+    finally:
+        if job.process.poll() is None:
+            job.kill()
+    steps = [line["step"] for line in resumed.steps()]
+    # Steps after the checkpoint are trained again, and none is left out.
+    assert steps == [*range(1, killed_at + 1), *range(saved + 1, 13)]
+    rates = {line["learning_rate"] for line in resumed.steps()}
+    assert len(rates) == 1
+    assert set(visits(run_dir).values()) == {1}
+    assert tagged_processes(run_dir) == []
+
+
+@pytest.mark.case("T-B80")
+@pytest.mark.case("R-B54")
+def test_ctrl_c_during_start_up_and_a_second_one_leave_nothing_running(tmp_path, quickstart):
+    job = Job(tmp_path / "run", quickstart)
+    try:
+        deadline = time.monotonic() + 120
+        while len(tagged_processes(job.run_dir)) < 3:
+            assert time.monotonic() < deadline, job.said()
+            time.sleep(0.2)
+        job.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait(60) == 130, job.said()
+    finally:
+        if job.process.poll() is None:
+            job.kill()
+    assert tagged_processes(job.run_dir) == []

@@ -1,0 +1,279 @@
+import msgspec
+import pytest
+
+from libra.config.rollout import TpBucket
+from libra.errors import ConfigError, InfeasiblePlanError
+from libra.planner.demand import Demand, LengthWindow, observed_demand, prior_demand
+from libra.planner.render import render_plan
+from libra.planner.search import plan
+from planner_cases import (
+    A100_80G,
+    H200_141G,
+    MEASURED_1_8B,
+    QWEN3_14B,
+    QWEN3_30B_A3B,
+    grp_config,
+)
+
+
+def reasons(report):
+    return {pruned.branch: pruned.reason for pruned in report.pruned}
+
+
+def test_the_whole_budget_is_split_and_every_device_has_one_user():
+    report = plan(grp_config())
+    train, instances = report.plan.train, report.plan.instances
+    used = [(train.node_of_rank(rank), slot) for rank, slot in enumerate(train.slots)]
+    used += [(instance.node, slot) for instance in instances for slot in instance.slots]
+    assert len(used) == len(set(used)) == 48
+    assert train.world_size == report.choice.train.num_gpus == len(train.slots)
+
+
+def test_tensor_parallel_groups_stay_inside_nodes():
+    report = plan(grp_config(planner={"allowed_train_tp": [8], "allocation_granularity_gpus": 4}))
+    train = report.plan.train
+    for first in range(0, train.world_size, train.tp):
+        assert len({train.node_of_rank(first + offset) for offset in range(train.tp)}) == 1
+
+
+def test_the_step_is_the_slower_side_and_no_runner_up_of_another_split_is_faster():
+    report = plan(grp_config())
+    best = report.choice.estimate
+    assert best.step_s == max(best.train.total_s, best.rollout.makespan_s)
+    assert all(option.estimate.step_s >= best.step_s for option in report.runners_up)
+    assert {option.train.num_gpus for option in report.runners_up} - {report.choice.train.num_gpus}
+
+
+def test_longer_responses_move_gpus_to_rollout():
+    config = grp_config(batch_size=240, planner={"allowed_train_tp": [4], "allowed_train_pp": [1]})
+
+    def train_gpus(length):
+        demand = Demand(prompt_tokens=(2000,) * 240, response_tokens=(length,) * 240, source="test")
+        return plan(config, demand=demand).choice.train.num_gpus
+
+    assert train_gpus(500) > train_gpus(16000)
+
+
+def test_a_long_tail_gets_instances_of_several_degrees():
+    report = plan(grp_config(planner={"prior_response_sigma": 1.2}))
+    assert len(set(report.choice.rollout_tps)) > 1
+
+
+def test_allowed_degrees_are_the_only_ones_used():
+    report = plan(
+        grp_config(
+            planner={
+                "allowed_train_tp": [4],
+                "allowed_train_pp": [2],
+                "allowed_rollout_tp": [2],
+            }
+        )
+    )
+    options = [report.choice, *report.runners_up]
+    assert {(option.train.tp, option.train.pp) for option in options} == {(4, 2)}
+    assert {tp for option in options for tp in option.rollout_tps} == {2}
+
+
+def test_minima_are_kept_on_both_sides():
+    pinned = {"min_train_gpus": 8, "min_rollout_gpus": 40}
+    report = plan(grp_config(planner=pinned))
+    assert report.choice.train.num_gpus == 8
+    assert sum(report.choice.rollout_tps) == 40
+
+
+def test_granularity_keeps_training_on_whole_nodes():
+    report = plan(grp_config(planner={"allocation_granularity_gpus": 16}))
+    assert {option.train.num_gpus % 16 for option in (report.choice, *report.runners_up)} == {0}
+
+
+def test_what_does_not_fit_says_what_it_lacked():
+    found = reasons(plan(grp_config()))
+    assert found["TP1 PP1"].endswith("of 80.0 GiB: gradients (at best, with DP32)")
+    assert found["TP16"] == "a node has 8 GPUs (allow_cross_node_tp is false)"
+    assert found["TP1 PP16"] == "40 layers do not divide into 16 stages"
+    assert found["24 training GPUs"].startswith("DP 3, 6, 12, 24: does not divide 512")
+
+
+def test_pipelines_with_too_large_a_bubble_are_left():
+    strict = {"train_pipeline_bubble_ratio_threshold": 0.0}
+    found = plan(grp_config(planner=strict))
+    assert found.choice.train.pp == 1
+    assert "bubble" in reasons(found)["TP2 PP2"]
+
+
+def test_communication_ratios_prune_tensor_branches():
+    report = plan(
+        grp_config(
+            arch=MEASURED_1_8B,
+            hardware=H200_141G,
+            num_gpus=8,
+            batch_size=64,
+            max_new_tokens=2048,
+            planner={
+                "train_comm_compute_ratio_threshold": 0.05,
+                "allocation_granularity_gpus": 1,
+            },
+        )
+    )
+    assert report.choice.train.tp == 1
+    assert "communication is" in reasons(report)["TP2"]
+
+
+def test_communication_ratios_prune_expert_branches():
+    report = plan(
+        grp_config(
+            arch=QWEN3_30B_A3B,
+            planner={
+                "allowed_train_tp": [8],
+                "allowed_train_ep": [1, 4],
+                "train_ep_comm_compute_ratio_threshold": 0.01,
+            },
+        )
+    )
+    assert report.choice.train.ep == 1
+    assert "all-to-all is" in reasons(report)["TP8 EP4"]
+
+
+def test_expert_parallelism_is_searched_for_mixtures_and_must_divide_the_experts():
+    config = grp_config(
+        arch=QWEN3_30B_A3B,
+        planner={
+            "allowed_train_ep": [1, 3, 4, 8],
+            "allowed_train_tp": [1, 2],
+            "allowed_train_pp": [1],
+        },
+    )
+    report = plan(config)
+    assert report.choice.train.ep > 1
+    assert reasons(report)["TP1 EP3"] == "128 experts do not divide by it"
+
+
+def test_expert_parallelism_for_a_dense_model_is_refused_with_its_reason():
+    report = plan(grp_config(planner={"allowed_train_ep": [1, 8]}))
+    assert reasons(report)["EP above 1"] == "the model has no experts"
+    assert report.choice.train.ep == 1
+
+
+def test_context_parallel_is_raised_only_as_far_as_memory_asks():
+    config = grp_config(
+        batch_size=64,
+        max_new_tokens=62_000,
+        megatron={"megatron_recompute_granularity": "none"},
+        planner={"allowed_train_tp": [8], "allowed_train_pp": [1]},
+    )
+    report = plan(config)
+    assert report.choice.train.cp == 2
+    assert "GiB" in reasons(report)["TP8 PP1"]
+
+
+def test_an_infeasible_cluster_names_every_reason():
+    small = msgspec.structs.replace(A100_80G, memory_bytes=8 * 2**30)
+    with pytest.raises(InfeasiblePlanError, match=r"rollout TP1: .*GiB of 7.2 GiB: weights"):
+        plan(grp_config(hardware=small))
+
+
+def test_more_gpus_than_the_hardware_has_is_infeasible():
+    with pytest.raises(InfeasiblePlanError, match="is 64; hardware describes 48 GPUs"):
+        plan(grp_config(num_gpus=64))
+
+
+def test_a_granularity_that_leaves_no_split_is_infeasible():
+    with pytest.raises(InfeasiblePlanError, match="cannot be split in steps of 40"):
+        plan(grp_config(planner={"allocation_granularity_gpus": 40, "min_rollout_gpus": 16}))
+
+
+def test_the_planner_asks_for_what_the_configuration_does_not_describe():
+    config = msgspec.structs.replace(grp_config(), hardware=None)
+    with pytest.raises(ConfigError, match=r"needs hardware: .* hardware_config"):
+        plan(config)
+
+
+def test_an_excluded_layout_is_not_chosen_again_and_says_why():
+    config = grp_config()
+    first = plan(config)
+    second = plan(config, excluded=frozenset({first.choice.train}))
+    assert second.choice.train != first.choice.train
+    assert "its recompute probe did not fit" in reasons(second).values()
+
+
+def test_odd_degrees_respect_node_boundaries():
+    config = grp_config(
+        arch=msgspec.structs.replace(
+            QWEN3_14B,
+            num_attention_heads=48,
+            num_key_value_heads=12,
+            intermediate_size=17_664,
+            vocab_size=153_600,
+        ),
+        planner={"allowed_rollout_tp": [3]},
+    )
+    report = plan(config)
+    for instance in report.plan.instances:
+        assert len(instance.slots) == 3
+        assert max(instance.slots) < 8
+
+
+def configured(**sections):
+    config = grp_config(planner={"initial_allocation_strategy": "configured"}, **sections)
+    buckets = [TpBucket(tp=8, count=2), TpBucket(tp=1, count=8)]
+    heterogeneous = msgspec.structs.replace(config.heterogeneous_rollout, instances=buckets)
+    return msgspec.structs.replace(config, heterogeneous_rollout=heterogeneous)
+
+
+def test_a_configured_split_is_kept_and_estimated():
+    report = plan(configured(training={"train_tp_size": 4}))
+    assert report.plan.strategy == "configured"
+    assert report.choice.rollout_tps == (8, 8, 1, 1, 1, 1, 1, 1, 1, 1)
+    assert report.choice.estimate.step_s > 0
+    assert report.runners_up == ()
+
+
+def test_a_configured_split_needs_no_description_of_the_hardware():
+    report = plan(msgspec.structs.replace(configured(), hardware=None, model_arch=None))
+    assert report.choice.estimate is None
+    assert "no estimates" in render_plan(report)
+
+
+def test_a_rendered_plan_names_choice_runners_up_and_reasons():
+    text = render_plan(plan(grp_config()))
+    assert "runners-up" in text
+    assert "TP16: a node has 8 GPUs" in text
+    assert "calibration: none" in text
+
+
+def test_too_little_concurrency_for_the_estimate_is_said():
+    report = plan(grp_config(rollout={"max_concurrent_rollouts": 64}))
+    assert "max_concurrent_rollouts 64 is below the 512" in report.notes[0]
+
+
+def test_the_prior_has_the_configured_mean_and_never_exceeds_the_limit():
+    config = grp_config(planner={"prior_response_mean_tokens": 1000, "prior_response_sigma": 0.5})
+    demand = prior_demand(config)
+    assert demand.num_sequences == 512
+    assert demand.num_response_tokens / 512 == pytest.approx(1000, rel=0.01)
+    assert max(demand.response_tokens) <= 16384
+
+
+def test_observed_lengths_replace_the_prior_at_their_own_quantiles():
+    config = grp_config(batch_size=4)
+    window = LengthWindow(1000)
+    for length in (*range(1, 100), *range(10_000)):
+        window.on_trajectory(10, length)
+    demand = window.demand(config)
+    assert demand.response_tokens == (9125, 9375, 9625, 9875)
+    assert demand == observed_demand(config, [(10, n) for n in range(9000, 10_000)])
+
+
+def test_siblings_on_one_prefix_cache_prefill_their_prompt_once():
+    config = grp_config()
+    scheduling = msgspec.structs.replace(
+        config.heterogeneous_rollout.scheduling, prefix_affinity=True
+    )
+    shared = msgspec.structs.replace(
+        config,
+        heterogeneous_rollout=msgspec.structs.replace(
+            config.heterogeneous_rollout, scheduling=scheduling
+        ),
+    )
+    assert prior_demand(config).prefill_share == 1
+    assert prior_demand(shared).prefill_share == 1 / 8
