@@ -16,7 +16,7 @@ from libra.config.run import RunConfig
 from libra.config.supervision import SupervisionConfig
 from libra.config.weights import WeightsConfig
 from libra.errors import ChildError, InvariantError, LibraError, PeerError, RefusedError
-from libra.ids import ChildId, Incarnation, InstanceId, PolicyVersion, RequestId, RunId
+from libra.ids import ChildId, Incarnation, InstanceId, RequestId, RunId
 from libra.planner.plan import InstancePlacement
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
@@ -365,7 +365,7 @@ class Fleet:
             with anyio.fail_after(self._weights.rollout_weight_ack_timeout_s):
                 if self._weights.rollout_weight_reload_method == "restart":
                     return await self._reload_by_restart(engine, request)
-                ack = await engine.client.reload(
+                return await engine.client.reload(
                     request, timeout_s=self._weights.rollout_weight_ack_timeout_s
                 )
         except TimeoutError as error:
@@ -374,8 +374,6 @@ class Fleet:
             ) from error
         finally:
             engine.is_excused = False
-        # The server loads alone and cannot know who else does.
-        return msgspec.structs.replace(ack, strategy=self._weights.rollout_weight_reload_strategy)
 
     async def _reload_by_restart(self, engine: Engine, request: ReloadRequest) -> ReloadAck:
         """Replace the process by one that starts from the version, and have it prove itself.
@@ -401,11 +399,9 @@ class Fleet:
             incarnation=state.incarnation,
             run_id=request.run_id,
             nonce=request.nonce,
-            policy_version=PolicyVersion(-1)
-            if state.policy_version is None
-            else state.policy_version,
+            policy_version=state.policy_version,
             method="restart",
-            strategy=self._weights.rollout_weight_reload_strategy,
+            strategy=request.strategy,
             lock_wait_s=0.0,
             process_stop_s=timings.stop_s,
             model_load_s=timings.load_s,

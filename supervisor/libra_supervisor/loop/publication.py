@@ -173,6 +173,7 @@ class Publication:
             nonce=f"{self._attempt}-{self._num_batches}-{at.wall_ns:x}",
             weights_directory=exported.directory,
             manifest_hash=exported.manifest_hash,
+            strategy=self._terms.weights.rollout_weight_reload_strategy,
             pause_mode=self._terms.weights.rollout_weight_pause_mode,
             probe_token_ids=self._terms.probe_token_ids,
             # A gang that went back to an older step publishes a version that is not newer.
