@@ -100,6 +100,7 @@ class Control:
                 events.StopRequested()
                 | events.DrainRequested()
                 | events.RestartRequested()
+                | events.ReloadRequested()
                 | events.Ticked()
             ):
                 return self._on_outside(event, at)
@@ -278,6 +279,7 @@ class Control:
         event: events.StopRequested
         | events.DrainRequested
         | events.RestartRequested
+        | events.ReloadRequested
         | events.Ticked,
         at: Moment,
     ) -> tuple[Command, ...]:
@@ -292,6 +294,8 @@ class Control:
                     commands.Unroute(instance_id, is_draining=True),
                     commands.ReplaceInstance(instance_id, reason),
                 )
+            case events.ReloadRequested():
+                return self.publication.refresh(at)
             case events.Ticked():
                 return (
                     *self.desk.on_tick(now=at.now),

@@ -114,6 +114,13 @@ class Publication:
             return ()
         return self._start(members, is_catch_up=True, at=at)
 
+    def refresh(self, at: Moment) -> tuple[Command, ...]:
+        """Load the committed version into every engine that answers, once more."""
+        if self._open is not None or self._committed is None or self._exported is None:
+            return (Say("reload_refused", {"why": "a reload is on its way"}, is_warning=True),)
+        members = self._members_in(self._pool.answering_ids)
+        return self._start(members, is_catch_up=True, at=at) if members else ()
+
     def on_ack(self, ack: ReloadAck, *, at: Moment) -> tuple[Command, ...]:
         if self._open is None:
             return (_refused(ack, "no reload batch is open"),)
