@@ -90,6 +90,8 @@ def _add_control(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     stop = verbs.add_parser("stop", help="finish the step, save, stop")
     _add_run_dir(stop, "directory of the run (default: the newest in runs/)")
     stop.add_argument("--now", action="store_true", help="do not finish the step")
+    reload = verbs.add_parser("reload", help="load the served weights into every engine once more")
+    _add_run_dir(reload, "directory of the run (default: the newest in runs/)")
     for verb in VERBS_ON_TARGET:
         act = verbs.add_parser(verb, help=f"{verb} one rollout instance")
         act.add_argument("target", help="the instance's name, e.g. vllm-0")
