@@ -157,12 +157,12 @@ class Supervision:
             await self._started(child, is_adopted=is_adopted)
             over = await self._until_over(child, is_ready=is_adopted)
             await self._before_end(child, over)
-            return over
         except BaseException:
             with anyio.CancelScope(shield=True):  # bounded by the deadlines of _end
                 self._hurry.set()
                 await self._end(child, self._deadlines.stop, Asked())
             raise
+        return over
 
     async def _adopt(
         self, identity: ProcessIdentity, incarnation: Incarnation

@@ -2,17 +2,23 @@
 
 `end_run` is for a run whose supervisor is this process or is known to be gone. `list_leftovers`
 only looks: processes of other runs may be another supervisor's, or wait to be adopted.
+
+    python -m libra_supervisor.process.sweep STATE_JSON     after the supervisor's death, in a job
 """
 
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
+import anyio
 import msgspec
 
 from libra.ids import ChildId, RunId
-from libra_supervisor.process.identity import ProcessIdentity, ProcessRow
-from libra_supervisor.process.kernel import Kernel, Table, Tag, own_line
+from libra_supervisor.journal import StateFile
+from libra_supervisor.process.identity import ProcessIdentity, ProcessRow, identity_of
+from libra_supervisor.process.kernel import Kernel, Linux, Table, Tag, own_line
 from libra_supervisor.process.logs import RELAY_ID
 from libra_supervisor.process.tree import kill_until_gone
 
@@ -91,3 +97,28 @@ def _is_below(row: ProcessRow, table: Table, roots: frozenset[int] | set[int]) -
             return False
         row = parent
     return False
+
+
+def main(state_file: Path) -> int:
+    """End what is left of the run of a dead supervisor, the log relay by the end of its inputs."""
+    state = StateFile(state_file).load()
+    if state is None:
+        return 0
+    if (supervisor := identity_of(state.supervisor_pid)) is not None and _is_libra(supervisor.pid):
+        sys.stderr.write(f"libra-supervisor {supervisor.pid} still runs: nothing is swept\n")
+        return 1
+    survivors = anyio.run(end_run, state.run_id, Linux())
+    for row in survivors:
+        sys.stderr.write(f"pid {row.pid} ({row.name}) does not end\n")
+    return 1 if survivors else 0
+
+
+def _is_libra(pid: int) -> bool:
+    try:
+        return b"libra" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
