@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -63,6 +64,8 @@ def _run(
     if config.control.device == "cpu":
         # Hidden before torch looks: Megatron would use a GPU that it can see.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # noqa: TID251
+    # Megatron warns at import about every optional package that is not there.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
     from libra.trainer import cpu_path
 
     cpu_path.enable()

@@ -43,6 +43,10 @@ def _verb_of(options: Namespace) -> Callable[[Namespace], int]:
                 "schema": inspection.schema,
             }
             return verbs[options.verb]
+        case "simulate":
+            from libra_supervisor.cli.simulation import simulate
+
+            return simulate
         case _:
             from libra_supervisor.cli.remote import speak
 
