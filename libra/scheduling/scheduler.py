@@ -225,6 +225,10 @@ class Scheduler:
         return 0 if slot is None else slot.num_requests
 
     @property
+    def version_floor(self) -> PolicyVersion:
+        return self._standing.floor
+
+    @property
     def num_waiting(self) -> int:
         return len(self._queue)
 

@@ -1,0 +1,215 @@
+"""Ranks that exchange their load through a real directory, and through one that misbehaves."""
+
+import subprocess
+import sys
+import threading
+from collections import Counter
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+from fleets import FIRST, fleet_of, place, scheduling
+from libra import clock
+from libra.errors import SiteError
+from libra.ids import InstanceId
+from libra.scheduling.load import OwnLoad
+from libra.scheduling.shared_view import FORMAT, RankLoad
+from libra_supervisor.shared_load.directory import SharedDirectory
+from libra_supervisor.shared_load.exchange import DISK_TIMEOUT_S, LoadExchange
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+def rank_in(path, rank, *, num_instances=4, **options):
+    scheduler = fleet_of(num_instances, now=clock.now())
+    config = scheduling(shared_load_dir=str(path), **options)
+    files = SharedDirectory(Path(path), rank=rank, writer=f"writer-{rank}")
+    exchange = LoadExchange(scheduler, files, config, rank=rank, writer=f"writer-{rank}")
+    return scheduler, exchange
+
+
+@asynccontextmanager
+async def running(*exchanges):
+    async with anyio.create_task_group() as tg:
+        for exchange in exchanges:
+            tg.start_soon(exchange.run)
+        yield
+        tg.cancel_scope.cancel()
+
+
+async def eventually(is_true, within_s=10.0):
+    with anyio.fail_after(within_s):
+        while not is_true():
+            await clock.sleep(0.01)
+
+
+async def test_ranks_place_their_requests_by_the_sum_of_all(tmp_path):
+    first, first_exchange = rank_in(tmp_path, "0")
+    second, second_exchange = rank_in(tmp_path, "1")
+    for _ in range(8):
+        place(first, clock.now())
+    taken = [place(first, clock.now()).instance_id for _ in range(2)]
+    await first_exchange.exchange_once()
+    await second_exchange.exchange_once()
+    seen = Counter(place(second, clock.now()).instance_id for _ in range(2))
+    assert set(seen).isdisjoint(taken)
+    assert second_exchange.status().live_ranks == ("0",)
+
+
+async def test_an_own_write_is_followed_by_a_read_at_once(tmp_path):
+    first, first_exchange = rank_in(tmp_path, "0", shared_load_cache_ttl_s=1000)
+    second, second_exchange = rank_in(tmp_path, "1", shared_load_cache_ttl_s=1000)
+    await first_exchange.exchange_once()
+    held = place(second, clock.now())
+    await second_exchange.exchange_once()
+    await first_exchange.exchange_once()
+    assert all(view.remote_requests == 0 for view in first.instances(clock.now()))
+    place(first, clock.now())
+    await first_exchange.exchange_once()
+    loads = {v.instance_id: v.remote_requests for v in first.instances(clock.now())}
+    assert loads[held.instance_id] == 1
+
+
+async def test_a_rank_that_leaves_takes_its_load_with_it(tmp_path):
+    first, first_exchange = rank_in(tmp_path, "0")
+    second, second_exchange = rank_in(tmp_path, "1", shared_load_ttl_s=0.3)
+    place(first, clock.now())
+    async with running(second_exchange):
+        async with running(first_exchange):
+            await eventually(
+                lambda: any(view.remote_requests for view in second.instances(clock.now()))
+            )
+            assert second_exchange.status().live_ranks == ("0",)
+        assert list(tmp_path.glob("load_0*")) == []
+        await eventually(
+            lambda: all(view.remote_requests == 0 for view in second.instances(clock.now()))
+        )
+        assert second_exchange.status().live_ranks == ()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_short_foreign_and_vanishing_files_are_passed_over(tmp_path):
+    scheduler, exchange = rank_in(tmp_path, "0")
+    good = RankLoad(
+        format=FORMAT,
+        rank="1",
+        writer="w",
+        sequence=1,
+        written_at_ns=0,
+        load=(OwnLoad(InstanceId("i1"), FIRST, 2, 20),),
+    )
+    whole = msgspec.json.encode(good)
+    (tmp_path / "load_1.json").write_bytes(whole)
+    (tmp_path / "load_2.json").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "load_3.json").write_bytes(whole)  # says that it is rank 1
+    (tmp_path / "load_4.json").symlink_to(tmp_path / "gone")
+    (tmp_path / "load_5.json").mkdir()
+    (tmp_path / "load_6.json").write_bytes(whole.replace(b'"format":1', b'"format":9'))
+    (tmp_path / "notes.txt").write_text("not ours")
+    await exchange.exchange_once()
+    assert exchange.status().live_ranks == ("1",)
+    assert sum(view.remote_requests for view in scheduler.instances(clock.now())) == 2
+
+
+class StuckFiles:
+    """A directory on a server that stopped answering."""
+
+    def __init__(self):
+        self.release = threading.Event()
+        self.num_calls = 0
+
+    def _hang(self):
+        self.num_calls += 1
+        self.release.wait(30)
+
+    def write(self, content):
+        self._hang()
+
+    def read(self):
+        self._hang()
+        return {}
+
+    def remove(self):
+        pass
+
+
+async def test_a_disk_that_hangs_never_holds_up_requests(monkeypatch):
+    monkeypatch.setattr("libra_supervisor.shared_load.exchange.DISK_TIMEOUT_S", 0.2)
+    assert DISK_TIMEOUT_S == 5.0
+    scheduler = fleet_of(2, now=clock.now())
+    files = StuckFiles()
+    exchange = LoadExchange(scheduler, files, scheduling(), rank="0", writer="w")
+    try:
+        async with running(exchange):
+            for _ in range(20):
+                began = clock.now()
+                place(scheduler, began)
+                await clock.sleep(0.02)
+                assert clock.now() - began < 1.0
+            await eventually(lambda: not exchange.status().is_disk_answering)
+            await clock.sleep(1.0)
+            assert files.num_calls <= 2
+    finally:
+        files.release.set()
+
+
+def test_a_directory_that_cannot_be_made_is_named():
+    with pytest.raises(SiteError, match="shared_load_dir /proc/nothing cannot be written"):
+        SharedDirectory(Path("/proc/nothing"), rank="0", writer="w")
+
+
+async def test_a_second_process_with_the_same_rank_is_reported(tmp_path, capsys):
+    _, exchange = rank_in(tmp_path, "0", shared_load_cache_ttl_s=0)
+    await exchange.exchange_once()
+    other = RankLoad(format=FORMAT, rank="0", writer="other", sequence=1, written_at_ns=0, load=())
+    SharedDirectory(tmp_path, rank="0", writer="other").write(other)
+    await exchange.exchange_once()
+    assert "two processes have one rank" in capsys.readouterr().out
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+sys.path[:0] = ["tests/support", "supervisor", "."]
+from fleets import FIRST
+from libra.ids import InstanceId
+from libra.scheduling.load import OwnLoad
+from libra.scheduling.shared_view import FORMAT, RankLoad
+from libra_supervisor.shared_load.directory import SharedDirectory
+rank = sys.argv[2]
+files = SharedDirectory(Path(sys.argv[1]), rank=rank, writer="process-" + rank)
+for sequence in range(1, 200):
+    # Both numbers always agree in what was written; a torn read would show one without the other.
+    load = tuple(OwnLoad(InstanceId(f"i{k}"), FIRST, sequence, 7 * sequence) for k in range(64))
+    files.write(RankLoad(format=FORMAT, rank=rank, writer="process-" + rank, sequence=sequence,
+                         written_at_ns=0, load=load))
+"""
+
+
+@pytest.mark.timeout(90)
+def test_readers_see_whole_files_while_other_processes_replace_them(tmp_path):
+    argv = [sys.executable, "-c", WRITER, str(tmp_path)]
+    writers = [subprocess.Popen([*argv, rank]) for rank in ("1", "2")]  # noqa: S603
+    reader = SharedDirectory(tmp_path, rank="0", writer="reader")
+    seen = Counter()
+    try:
+        while any(w.poll() is None for w in writers):
+            for rank, content in reader.read().items():
+                seen[rank] += 1
+                assert {(e.num_requests, e.num_tokens) for e in content.load} == {
+                    (content.sequence, 7 * content.sequence)
+                }
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+    assert min(seen["1"], seen["2"]) > 0
+    assert [w.returncode for w in writers] == [0, 0]
