@@ -211,6 +211,11 @@ class Scheduler:
         self._fleet.set_remote_load(loads, now)
         self._dispatch(now)
 
+    @property
+    def load_revision(self) -> int:
+        """Grows with every change of `own_load`."""
+        return self._ledger.revision
+
     def own_load(self) -> tuple[OwnLoad, ...]:
         """What this scheduler has in flight, exactly, for the others."""
         return self._fleet.own_load()

@@ -178,7 +178,7 @@ def test_the_ramp_of_a_cold_instance_falls_in_steps_by_time_alone():
 
 @pytest.mark.case("R-B15")
 def test_the_table_is_empty_after_a_hundred_thousand_mixed_ends():
-    rng = random.Random(5)  # noqa: S311
+    rng = random.Random(5)
     scheduler = fleet_of(8, max_in_flight_per_instance=20, queue_deadline_s=3.0, queue_capacity=50)
     held, waiting, now = [], [], 0.0
     for _ in range(100_000):
