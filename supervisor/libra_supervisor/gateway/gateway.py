@@ -191,25 +191,37 @@ class Gateway:
     ) -> web.StreamResponse:
         """Pass on events as they come. Once the first is out, nothing is tried again."""
         response = web.StreamResponse(headers=_stamped(answer, placement, is_whole=False))
+        try:
+            await response.prepare(request)
+            await self._forward(engine, answer, response, placement)
+            await response.write_eof()
+        except ConnectionResetError:
+            pass  # the client went away: the place and the engine are freed as this returns
+        return response
+
+    async def _forward(
+        self,
+        engine: Engine,
+        answer: aiohttp.ClientResponse,
+        response: web.StreamResponse,
+        placement: Placement,
+    ) -> None:
         seen = StreamCount()
 
         async def forward(piece: bytes) -> None:
             seen.feed(piece)
             await response.write(piece)
 
-        await response.prepare(request)
         try:
             await self._upstream.pour(engine, answer, forward)
         except PeerError as error:
             placement.fail(error)
             await response.write(error_event(str(error)))
+            return
+        if seen.has_error:
+            placement.fail(PeerError(f"{engine.instance_id} reported an error in its stream"))
         else:
-            if seen.has_error:
-                placement.fail(PeerError(f"{engine.instance_id} reported an error in its stream"))
-            else:
-                placement.complete(seen.num_tokens)
-        await response.write_eof()
-        return response
+            placement.complete(seen.num_tokens)
 
     def _engine(self, placement: Placement) -> Engine:
         instance_id = placement.reservation.instance_id
