@@ -55,16 +55,6 @@ NOT_YET: Final = (
     Gap("top_p", "the trainer does not cut its distribution alike"),
     Gap("megatron_grouped_gemm", "training MoE models is not built"),
     Gap("rollout_weight_sync_mode", "native weight transfer is not built", _is("nccl")),
-    Gap(f"{PLANNER}.initial_allocation_strategy", "planning before launch is not built"),
-    *_gaps(
-        PLANNER,
-        "allocation_granularity_gpus allowed_train_tp allowed_train_ep allowed_train_pp "
-        "allowed_rollout_tp train_comm_compute_ratio_threshold "
-        "train_ep_comm_compute_ratio_threshold train_pipeline_bubble_ratio_threshold "
-        "memory_budget_check_enabled memory_budget_safety_margin_bytes "
-        "memory_budget_logits_dtype_bytes memory_budget_workspace_factor",
-        "planning before launch is not built",
-    ),
     Gap(f"{PLANNER}.memory_budget_dry_run_enabled", "the recompute probe is not built"),
     *_gaps(
         PLANNER,
@@ -82,18 +72,6 @@ NOT_YET: Final = (
     ),
     Gap(f"{PLANNER}.runtime_manage_rollout_processes", "using servers of others is not built"),
     Gap(f"{ROLLOUT}.endpoints", "using servers of others is not built"),
-    *_gaps(
-        f"{ROLLOUT}.scheduling",
-        "enable_metrics_feedback metrics_poll_interval_s metrics_request_timeout_s "
-        "metrics_staleness_ttl_s metrics_admission_enter metrics_admission_exit "
-        "metrics_preemption_penalty_ttl_s metrics_bias_alpha",
-        "the metrics poller is not built",
-    ),
-    *_gaps(
-        f"{ROLLOUT}.scheduling",
-        "shared_load_dir shared_load_ttl_s shared_load_heartbeat_s shared_load_cache_ttl_s",
-        "cross-rank load is not built",
-    ),
 )
 """Remove an entry when its option takes effect; nothing else has to change."""
 

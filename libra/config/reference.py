@@ -67,7 +67,9 @@ _PREFACE = """# Configuration
 
 Generated from the structs in `libra/config` by `scripts/generate_docs.py`: edit the docstrings
 there, not this page. `libra-supervisor validate CONFIG` shows what a file amounts to, with the
-origin of every value; `libra-supervisor schema` prints a JSON Schema for editors.
+origin of every value; with `--data` it reads the data and the tokenizer too, and with `--for plan`
+it takes the file as `plan` and `simulate` do, which need neither the model nor the data.
+`libra-supervisor schema` prints a JSON Schema for editors.
 
 ## How a configuration is read
 

@@ -108,8 +108,7 @@ def _refusal(what: str, rows: Sequence[BadRow], option: str) -> DataError:
         lines.append(f"and {len(rows) - _NUM_SHOWN} more")
     listed = "\n  ".join(lines)
     return DataError(
-        f"{len(rows)} of the rows {what} (fix them, or leave them out with {option}: skip):"
-        f"\n  {listed}"
+        f"{len(rows)} rows {what} (fix them, or leave them out with {option}: skip):\n  {listed}"
     )
 
 

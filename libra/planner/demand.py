@@ -49,7 +49,7 @@ def prior_demand(config: RunConfig) -> Demand:
     Lengths are the quantiles (k + 1/2) / batch_size, so equal configurations give equal plans.
     """
     planner, rollout = config.global_resource_planner, config.rollout
-    mean = planner.prior_response_mean_tokens or _DERIVED_MEAN_SHARE * rollout.max_new_tokens
+    mean = prior_mean_tokens(config)
     num_sequences = config.training.batch_size
     return Demand(
         prompt_tokens=(planner.prior_prompt_tokens,) * num_sequences,
@@ -64,6 +64,12 @@ def prior_demand(config: RunConfig) -> Demand:
         source=f"prior: mean {mean:.0f} response tokens, sigma {planner.prior_response_sigma:g}",
         prefill_share=_prefill_share(config),
     )
+
+
+def prior_mean_tokens(config: RunConfig) -> float:
+    """Mean response of the prior, before the cut."""
+    given = config.global_resource_planner.prior_response_mean_tokens
+    return given or _DERIVED_MEAN_SHARE * config.rollout.max_new_tokens
 
 
 def observed_demand(config: RunConfig, lengths: Sequence[tuple[int, int]]) -> Demand:

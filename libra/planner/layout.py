@@ -1,5 +1,8 @@
 """Which TP degrees serve a sorted list of requests fastest. Exact, at any size.
 
+This is what rollout could reach if lengths were known in advance; what a router that does not know
+them reaches is in libra.planner.spread.
+
 Requests are sorted by response length and cut into contiguous blocks, one per instance. A larger
 block never costs less (`block_seconds`), so with a time limit T an instance should take as long a
 block as it can, and what n GPUs can reach obeys
@@ -25,22 +28,25 @@ _CLOSE = 1e-7
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance and the requests [begin, end) of the sorted workload that it serves."""
+    """One instance, how many requests it serves, and how long that takes."""
 
     tp: int
-    begin: int
-    end: int
+    num_requests: int
     seconds: float
 
 
 class RolloutLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks in request order, longest requests first."""
+    """The instances of one rollout side. By length: in request order, longest requests first."""
 
     blocks: tuple[Block, ...]
 
     @property
     def makespan_s(self) -> float:
         return max((block.seconds for block in self.blocks), default=0.0)
+
+    @property
+    def num_requests(self) -> int:
+        return sum(block.num_requests for block in self.blocks)
 
     @property
     def num_gpus(self) -> int:
@@ -116,35 +122,6 @@ def best_layout(
     return best
 
 
-def layout_of(costs: Sequence[InstanceCost], work: Workload) -> RolloutLayout:
-    """A given multiset of instances, longest requests to the first: blocks that end together.
-
-    The makespan is the least for that order of instances.
-    """
-    best = _in_order(costs, work, inf)
-    too_fast_s = 0.0
-    while best.makespan_s - too_fast_s > _CLOSE * best.makespan_s:
-        limit_s = (too_fast_s + best.makespan_s) / 2
-        found = _in_order(costs, work, limit_s)
-        if found.blocks[-1].end < len(work):
-            too_fast_s = limit_s
-        else:
-            best = found
-    return best
-
-
-def _in_order(costs: Sequence[InstanceCost], work: Workload, limit_s: float) -> RolloutLayout:
-    """Each instance takes as long a block as it can; the last block may stop short of the end."""
-    blocks: list[Block] = []
-    begin = 0
-    for cost in costs:
-        end = _fit(cost, work, begin, limit_s)
-        seconds = block_seconds(cost, work, begin, end)
-        blocks.append(Block(tp=cost.tp, begin=begin, end=end, seconds=seconds))
-        begin = end
-    return RolloutLayout(blocks=tuple(blocks))
-
-
 def _furthest(
     costs: Sequence[InstanceCost], work: Workload, reach: list[int], limit_s: float
 ) -> tuple[int, int]:
@@ -187,6 +164,6 @@ def _trace(
             continue
         begin, end = reach[gpus - tp], reach[gpus]
         seconds = block_seconds(cost_of[tp], work, begin, end)
-        blocks.append(Block(tp=tp, begin=begin, end=end, seconds=seconds))
+        blocks.append(Block(tp=tp, num_requests=end - begin, seconds=seconds))
         gpus -= tp
     return RolloutLayout(blocks=tuple(reversed(blocks)))

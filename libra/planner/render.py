@@ -24,6 +24,11 @@ def _lines(report: PlanReport, calibration: Calibration | None) -> Iterator[str]
     if report.choice.estimate is not None:
         yield from _budget(report.choice.estimate.train_budget)
         yield from _layout(report.choice.estimate.rollout)
+    if report.by_length is not None:
+        yield (
+            f"    if lengths were known in advance: {format_tps(report.by_length.tp_degrees)}, "
+            f"{report.by_length.makespan_s:.1f} s"
+        )
     for note in report.notes:
         yield f"note: {note}"
     if report.runners_up:
@@ -60,7 +65,7 @@ def _budget(budget: MemoryBudget) -> Iterator[str]:
 def _layout(layout: RolloutLayout) -> Iterator[str]:
     for tp in sorted({block.tp for block in layout.blocks}, reverse=True):
         blocks = [block for block in layout.blocks if block.tp == tp]
-        num_requests = sum(block.end - block.begin for block in blocks)
+        num_requests = sum(block.num_requests for block in blocks)
         seconds = _range([block.seconds for block in blocks])
         yield f"    TP{tp}: {len(blocks)} instances, {num_requests} requests, {seconds} s"
 

@@ -42,5 +42,9 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     runners_up: tuple[Option, ...]
     pruned: tuple[Pruned, ...]
     demand: str
+    by_length: RolloutLayout | None = None
+    """The chosen split's fastest instances if every request's length were known in advance; None
+    with a configured split."""
+
     notes: tuple[str, ...] = ()
     """What an operator should know about the figures."""

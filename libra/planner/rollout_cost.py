@@ -75,6 +75,7 @@ class Workload:
     def __init__(self, requests: Sequence[tuple[int, int]]) -> None:
         """`requests` are (prompt tokens to compute, response tokens), in any order."""
         ordered = sorted(requests, key=lambda request: (-request[1], -request[0]))
+        self._requests = ordered
         self.lengths = [length for _, length in ordered]
         self.tokens = _prefix(self.lengths)
         self.token_steps = _prefix([p * n + n * (n + 1) // 2 for p, n in ordered])
@@ -83,6 +84,12 @@ class Workload:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def sample(self, share: float) -> "Workload":
+        """Every (1 / share)-th request by length, beginning with the longest; at least one."""
+        num_requests = min(len(self), max(1, round(len(self) * share)))
+        step = len(self) / num_requests
+        return Workload([self._requests[int(k * step)] for k in range(num_requests)])
 
 
 def workload_of(demand: Demand) -> Workload:

@@ -1,26 +1,29 @@
 """The split, the training layout and the rollout instances of smallest step time.
 
-minimise max(T_train, T_rollout) over the split of N GPUs. T_rollout never rises with more GPUs.
+minimise max(T_train, T_rollout) over the split of N GPUs. T_rollout does not rise with more GPUs.
 Training counts that are no faster than a smaller one are dropped, after which T_train falls with
 more GPUs, so the two curves cross once and the best split is one of the two beside the crossing.
-Whether rollout is the slower side of a split takes one linear pass (layout_within), so the crossing
-is found by bisection and only few splits are solved exactly.
+The crossing is found by bisection, and only few splits beside it are solved.
 """
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
+from libra.config.availability import NOT_YET
 from libra.config.run import RunConfig
 from libra.errors import InfeasiblePlanError
 from libra.planner.calibration import Calibration
 from libra.planner.cost_models import CostModels, cost_models, described
 from libra.planner.demand import Demand, prior_demand
-from libra.planner.layout import best_layout, layout_of, layout_within
 from libra.planner.placement import place
 from libra.planner.plan import Plan, configured_plan
 from libra.planner.pruning import Pruned, PruneLog
 from libra.planner.report import Estimate, Option, PlanReport
-from libra.planner.rollout_cost import InstanceCost, Workload, workload_of
+from libra.planner.rollout_cost import InstanceCost, workload_of
 from libra.planner.rollout_search import instance_costs
+from libra.planner.rollout_side import RolloutSide
+from libra.planner.spread import spread_over
 from libra.planner.train_cost import TrainWork
 from libra.planner.train_layout import TrainLayout
 from libra.planner.train_search import TrainCandidate, TrainSearch
@@ -40,10 +43,15 @@ def plan(
     demand: Demand | None = None,
     calibration: Calibration | None = None,
     excluded: frozenset[TrainLayout] = frozenset(),
+    lengths_known: bool = False,
+    only_built: bool = True,
 ) -> PlanReport:
     """The plan that `initial_allocation_strategy` asks for.
 
     `demand` defaults to the configured prior; `excluded` layouts failed their recompute probe.
+    `lengths_known` plans for a router that sends the longest requests to the widest instances,
+    which the scheduler does not do: it is for comparison. So is `only_built` false, which lets the
+    plan use what the trainer cannot do yet.
     Raises ConfigError when `grp` lacks a description of hardware or model, InfeasiblePlanError when
     no split works; its message holds the reasons.
     """
@@ -52,7 +60,21 @@ def plan(
         return _configured(config, demand, calibration)
     hardware, arch = described(config)
     book = calibration or Calibration(hardware=hardware.device_name, model=arch.architecture)
-    return _Search(config, demand, cost_models(config, book), excluded).report()
+    search = _Search(
+        config,
+        demand,
+        cost_models(config, book),
+        choices=_Choices(excluded=excluded, lengths_known=lengths_known, only_built=only_built),
+    )
+    return search.report()
+
+
+class _Choices(msgspec.Struct, frozen=True, kw_only=True):
+    """What narrows or widens one search."""
+
+    excluded: frozenset[TrainLayout]
+    lengths_known: bool
+    only_built: bool
 
 
 class _Search:
@@ -63,23 +85,27 @@ class _Search:
         config: RunConfig,
         demand: Demand,
         models: CostModels,
-        excluded: frozenset[TrainLayout],
+        *,
+        choices: _Choices,
     ) -> None:
         self._config, self._demand, self._models = config, demand, models
         self._num_gpus = config.training.train_gpus + config.rollout.rollout_gpus
         self._log = PruneLog()
-        self._work: Workload = workload_of(demand)
         most_rollout_gpus = self._num_gpus - config.global_resource_planner.min_train_gpus
-        self._costs = instance_costs(config, models, self._log, most_gpus=most_rollout_gpus)
-        divides = all(models.rates.gpus_per_node % cost.tp == 0 for cost in self._costs)
-        self._node_gpus = 0 if divides else models.rates.gpus_per_node
+        self._rollout = RolloutSide(
+            costs=instance_costs(config, models, self._log, most_gpus=most_rollout_gpus),
+            work=workload_of(demand),
+            node_gpus=models.rates.gpus_per_node,
+            scheduling=config.heterogeneous_rollout.scheduling,
+            lengths_known=choices.lengths_known,
+        )
         self._train = TrainSearch(
             config,
-            model=models.train,
-            memory=models.train_memory,
+            models=models,
             work=train_work(config, demand),
             gpu_counts=self._gpu_counts(),
-            excluded=excluded,
+            excluded=choices.excluded,
+            unbuilt={gap.path: gap.reason for gap in NOT_YET} if choices.only_built else {},
         )
 
     def report(self) -> PlanReport:
@@ -102,6 +128,7 @@ class _Search:
             runners_up=tuple(sorted(others, key=_step_s)),
             pruned=self._pruned(),
             demand=self._demand.source,
+            by_length=self._rollout.by_length(self._num_gpus - choice.train.num_gpus),
             notes=_notes(self._config, self._demand, choice, self._num_gpus),
         )
 
@@ -112,7 +139,7 @@ class _Search:
                 f"train_gpus + rollout_gpus is {self._num_gpus}; hardware describes {available} "
                 f"GPUs ({self._models.rates.nodes} nodes)"
             )
-        if not self._costs:
+        if not self._rollout.costs:
             raise InfeasiblePlanError(self._why("no rollout instance is feasible"))
         if not self._gpu_counts():
             planner = self._config.global_resource_planner
@@ -125,7 +152,7 @@ class _Search:
     def _gpu_counts(self) -> list[int]:
         """Training sizes that the granularity and the minima allow, ascending."""
         planner = self._config.global_resource_planner
-        smallest = min((cost.tp for cost in self._costs), default=1)
+        smallest = min((cost.tp for cost in self._rollout.costs), default=1)
         most = self._num_gpus - max(planner.min_rollout_gpus, smallest)
         step = planner.allocation_granularity_gpus
         return [n for n in range(step, most + 1, step) if n >= planner.min_train_gpus]
@@ -152,14 +179,8 @@ class _Search:
         while low < high:
             middle = (low + high) // 2
             candidate = candidates[middle]
-            keeps_pace = layout_within(
-                self._costs,
-                self._work,
-                num_gpus=self._num_gpus - candidate.layout.num_gpus,
-                limit_s=candidate.cost.total_s,
-                node_gpus=self._node_gpus,
-            )
-            if keeps_pace is None:
+            num_gpus = self._num_gpus - candidate.layout.num_gpus
+            if not self._rollout.keeps_pace(num_gpus, candidate.cost.total_s):
                 high = middle
             else:
                 low = middle + 1
@@ -168,15 +189,9 @@ class _Search:
     def _placed(self, candidate: TrainCandidate, *, exact: bool) -> tuple[Option, Plan] | None:
         """The split's best rollout layout on real slots; None when node boundaries forbid it."""
         num_gpus = self._num_gpus - candidate.layout.num_gpus
-        layout = best_layout(
-            self._costs,
-            self._work,
-            num_gpus=num_gpus,
-            tolerance=0.0 if exact else _RUNNER_UP_TOLERANCE,
-            node_gpus=self._node_gpus,
-        )
+        layout = self._rollout.best(num_gpus, tolerance=0.0 if exact else _RUNNER_UP_TOLERANCE)
         estimate = Estimate(train=candidate.cost, train_budget=candidate.budget, rollout=layout)
-        for tps in _with_spares(layout.tp_degrees, self._costs, num_gpus):
+        for tps in _with_spares(layout.tp_degrees, self._rollout.costs, num_gpus):
             placed = place(
                 candidate.layout,
                 tps,
@@ -261,7 +276,11 @@ def _configured(config: RunConfig, demand: Demand, calibration: Calibration | No
         estimate = Estimate(
             train=models.train.cost(train, train_work(config, demand)),
             train_budget=models.train_memory.budget(train),
-            rollout=layout_of([models.instance.cost(tp) for tp in tps], workload_of(demand)),
+            rollout=spread_over(
+                [models.instance.cost(tp) for tp in tps],
+                workload_of(demand),
+                by_capacity=config.heterogeneous_rollout.scheduling.load_metric == "kv_tokens",
+            ),
         )
         notes = ()
     choice = Option(train=train, rollout_tps=tps, estimate=estimate)

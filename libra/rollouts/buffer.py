@@ -55,7 +55,11 @@ class RolloutBuffer:
         self._complete: dict[GroupId, CompleteGroup] = {}
         self._pending: deque[AdmittedGroup] = deque()
         self._quarantined: set[PromptId] = set()
+        # Counted as they move: summing over the groups at every event would cost milliseconds.
         self._submitted = 0
+        self._enqueued = 0
+        self._running = 0
+        self._accepted = 0
         self._consumed = 0
         self._dropped: Counter[str] = Counter()
         self._num_late_reports = 0
@@ -63,13 +67,11 @@ class RolloutBuffer:
 
     @property
     def counts(self) -> Counts:
-        open_groups = self._open.values()
-        waiting = sum(len(g.trajectories) for g in self._complete.values())
         return Counts(
             submitted=self._submitted,
-            enqueued=sum(g.num_enqueued for g in open_groups),
-            running=sum(g.num_running for g in open_groups),
-            accepted=waiting + sum(g.num_finished for g in open_groups),
+            enqueued=self._enqueued,
+            running=self._running,
+            accepted=self._accepted,
             consumed=self._consumed,
             dropped=self._dropped.total(),
         )
@@ -129,6 +131,8 @@ class RolloutBuffer:
         group = self._find(group_id)
         if group is not None:
             group.start(sample_index, now=now)
+            self._enqueued -= 1
+            self._running += 1
 
     def on_progress(self, group_id: GroupId, sample_index: int, *, now: float) -> None:
         """A sign of life: the engine sent tokens, a tool answered."""
@@ -144,6 +148,8 @@ class RolloutBuffer:
         if group is None:
             return ()
         group.finish(trajectory)
+        self._running -= 1
+        self._accepted += 1
         complete = group.completed()
         if complete is not None:
             del self._open[trajectory.group_id]
@@ -160,6 +166,9 @@ class RolloutBuffer:
         if not group.has(sample_index):
             raise InvariantError(f"{group.admitted.trajectory_id(sample_index)} reported twice")
         del self._open[group_id]
+        self._enqueued -= group.num_enqueued
+        self._running -= group.num_running
+        self._accepted -= group.num_finished
         self._dropped[kind] += 1
         self._dropped["sibling"] += group.admitted.n_samples - 1
         return (CancelGroup(group_id), *self._try_again(group.admitted, f"{kind}: {message}"))
@@ -187,6 +196,7 @@ class RolloutBuffer:
             # Staleness is not the prompt's fault: it is tried again, but never quarantined for it.
             if group.admitted.attempt + 1 < self._limits.max_group_attempts:
                 self._pending.append(_next_attempt(group.admitted))
+            self._accepted -= len(group.trajectories)
             self._dropped["stale"] += len(group.trajectories)
         return sum(len(group.trajectories) for group in stale)
 
@@ -203,6 +213,7 @@ class RolloutBuffer:
         batch = sorted(self._complete.values(), key=lambda g: g.oldest_version)[:num_groups]
         for group in batch:
             del self._complete[group.group_id]
+            self._accepted -= len(group.trajectories)
             self._consumed += len(group.trajectories)
         self._num_flat_drops = 0
         return tuple(batch)
@@ -235,7 +246,8 @@ class RolloutBuffer:
             msgspec.structs.replace(g, n_samples=limits.n_samples)
             for g in (*unusable, *state.pending)
         )
-        buffer._submitted = buffer._consumed + buffer.num_complete + buffer._dropped.total()
+        buffer._accepted = buffer.num_complete
+        buffer._submitted = buffer._consumed + buffer._accepted + buffer._dropped.total()
         return buffer
 
     def _admit(self, admitted: AdmittedGroup) -> AdmittedGroup:
@@ -243,6 +255,7 @@ class RolloutBuffer:
             raise InvariantError(f"{admitted.group_id} was admitted twice")
         self._open[admitted.group_id] = OpenGroup(admitted)
         self._submitted += admitted.n_samples
+        self._enqueued += admitted.n_samples
         return admitted
 
     def _find(self, group_id: GroupId) -> OpenGroup | None:
@@ -254,6 +267,7 @@ class RolloutBuffer:
     def _keep_or_drop_flat(self, group: CompleteGroup) -> None:
         if group.is_flat and self._num_flat_drops < self._limits.max_flat_drops:
             self._num_flat_drops += 1
+            self._accepted -= len(group.trajectories)
             self._dropped["flat"] += len(group.trajectories)
         else:
             self._complete[group.group_id] = group

@@ -73,6 +73,7 @@ class GuardedReload:
         self._ledger = ledger
         self._monotonic = monotonic
         self._lock = anyio.Lock()
+        self._is_replacing = False
         self._manifest_hash = identity.served_manifest_hash
         self._loaded: Sequence[TensorEntry] | None = None
         # The base model may be of another dtype than what is trained; published versions not.
@@ -80,12 +81,14 @@ class GuardedReload:
 
     async def state(self) -> InstanceState:
         version = self._ledger.version
+        # An engine that loads weights answers nothing else until it has them.
+        is_paused = self._is_replacing or await self._engine.is_paused()
         return InstanceState(
             instance_id=self._identity.instance_id,
             incarnation=self._identity.incarnation,
             run_id=self._identity.run_id,
             policy_version=version,
-            is_paused=await self._engine.is_paused(),
+            is_paused=is_paused,
             manifest_hash=None if version is None else self._manifest_hash,
         )
 
@@ -175,6 +178,7 @@ class GuardedReload:
         measured: Measured,
     ) -> None:
         await self._gate.close()
+        self._is_replacing = True
         try:
             await self._engine.pause(request.pause_mode)
             with measured.loading():
@@ -190,6 +194,8 @@ class GuardedReload:
             if isinstance(exc, Exception):
                 raise PeerError(f"loading v{request.policy_version} failed: {exc!r}") from exc
             raise
+        finally:
+            self._is_replacing = False
         self._ledger.prove()
         self._manifest_hash = request.manifest_hash
         self._loaded, self._may_cast = manifest.tensors, False

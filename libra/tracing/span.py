@@ -5,7 +5,7 @@ Schema `libra.phase_trace`, version 1. A file `phase_trace_rank<N>.jsonl` (the c
 
     {"schema":"libra.phase_trace","version":1,"run_id":"r","rank":0,"role":"trainer","attempt":1,
      "host":"h","pid":7,"started_at_ns":1700000000000000000}
-    {"phase":"train","at_ns":1700000000123456789,"dur_ns":5000000,"track":"main","args":{"step":3}}
+    {"phase":"grpo_update","at_ns":1700000000123456789,"dur_ns":5000000,"track":"main","args":{"step":3}}
 
 `at_ns` is the start as wall time: the header's wall time plus monotonic time since, so durations
 and order within a process never jump. Phase names are those of `Phase`; a reader ignores fields
@@ -36,22 +36,28 @@ class Phase(StrEnum):
     # A trainer rank
     BUILD_MODEL = "build_model"
     RESTORE = "restore"
-    BATCH_WAIT = "batch_wait"
+    COLLECT_BATCH = "collect_batch"
+    """Waiting for the next batch: nothing to do."""
+
     RECOMPUTE_LOGPROBS = "recompute_logprobs"
-    REFERENCE_LOGPROBS = "reference_logprobs"
-    TRAIN = "train"
-    FORWARD_BACKWARD = "forward_backward"
-    OPTIMIZER = "optimizer"
-    EXPORT_WEIGHTS = "export_weights"
+    GRPO_UPDATE = "grpo_update"
+    WEIGHT_EXPORT = "weight_export"
     JUDGE_ACKS = "judge_acks"
     SAVE_CHECKPOINT = "save_checkpoint"
     # The control plane
     ROLLOUT_WAIT = "rollout_wait"
-    BUILD_BATCH = "build_batch"
-    RELOAD = "reload"
+    """From the end of a step until the batch of the next was complete."""
+
+    TRAIN_STEP = "train_step"
+    """From the batch on its way to the ranks until rank 0's metrics."""
+
+    WEIGHT_SYNC = "weight_sync"
+    """From the checked export until the last engine's judged ACK."""
+
+    RELOAD_INSTANCE = "reload_instance"
+    """One instance's part of it, on a track of its own."""
+
     START_CHILD = "start_child"
-    DRAIN = "drain"
-    RECONFIGURE = "reconfigure"
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from libra.config.load import current_environ, load_resolved
 from libra.config.run import RunConfig
 from libra.errors import LibraError
 from libra.ids import RunId
+from libra.tracing.span import SpanWriter, trace_path
 from libra.trainer.identity import RankIdentity, hello
 from libra.trainer.layout import coordinates, parallel_sizes
 from libra.trainer.link import Link
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         config = load_resolved(options.config)
         link = Link(Path(environment["LIBRA_CONTROL"]))
-        _run(config, options.restore, environment, link)
+        _run(config, options, environment, link)
     except Exception as error:  # noqa: BLE001 - the top of the process
         traceback.print_exc()
         code = error.exit_code if isinstance(error, LibraError) else EXIT_FAILED
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def _run(
-    config: RunConfig, restore: Path | None, environment: Mapping[str, str], link: Link
+    config: RunConfig, options: argparse.Namespace, environment: Mapping[str, str], link: Link
 ) -> None:
     world_size = int(environment["WORLD_SIZE"])
     sizes = parallel_sizes(config.training, world_size=world_size)
@@ -62,6 +64,8 @@ def _run(
     if config.control.device == "cpu":
         # Hidden before torch looks: Megatron would use a GPU that it can see.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # noqa: TID251
+    # Megatron warns at import about every optional package that is not there.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
     from libra.trainer import cpu_path
 
     cpu_path.enable()
@@ -71,8 +75,22 @@ def _run(
     from libra.trainer.rank import run_rank
     from libra.trainer.world import leave_world
 
-    run_rank(config, identity, link, restore=restore)
+    spans = _span_writer(config, options.run_dir, identity)
+    run_rank(config, identity, link, spans, restore=options.restore)
+    spans.close()
     leave_world()
+
+
+def _span_writer(config: RunConfig, run_dir: Path, identity: RankIdentity) -> SpanWriter:
+    """The rank's phase trace; one that writes nothing when traces are off."""
+    tracing, rank = config.tracing, identity.at.rank
+    directory = Path(tracing.phase_trace_dir or run_dir / "phase_trace")
+    return SpanWriter(
+        trace_path(directory, rank) if tracing.phase_trace_enabled else None,
+        rank=rank,
+        run_id=identity.run_id,
+        attempt=identity.attempt,
+    )
 
 
 def _in_words(error: Exception) -> str:

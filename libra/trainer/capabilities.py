@@ -31,9 +31,6 @@ def _option_problems(config: RunConfig, *, is_cuda: bool) -> list[str]:
         "train_backend: fsdp is not built in this version; use megatron_core": (
             training.train_backend != "megatron_core"
         ),
-        "temperature must be above 0 for training: a greedy sampler has no policy gradient": (
-            config.rollout.temperature == 0
-        ),
         "megatron_optimizer_cpu_offload needs CUDA: on the CPU the optimizer state is there": (
             offloads and not is_cuda
         ),

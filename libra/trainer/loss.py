@@ -20,7 +20,7 @@ class LossSums(NamedTuple):
     clipped: torch.Tensor
     ratio: torch.Tensor
     mismatch: torch.Tensor
-    """k3 of the proximal policy against the engine."""
+    """k3 of the policy in this forward against the engine."""
 
 
 def policy_loss(
@@ -54,7 +54,7 @@ def policy_loss(
             entropy=entropies.sum(),
             clipped=_is_clipped(ratio, batch.advantages, objective).float().sum(),
             ratio=ratio.sum(),
-            mismatch=mismatch_k3(mismatch).sum(),
+            mismatch=mismatch_k3(_held(logprobs - batch.rollout_logprobs)).sum(),
         )
     return loss, sums
 

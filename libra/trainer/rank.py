@@ -6,6 +6,7 @@ from typing import TypeAlias, assert_never
 from libra import clock
 from libra.config.run import RunConfig
 from libra.errors import InvariantError
+from libra.tracing.span import Phase, SpanWriter
 from libra.trainer.assembly import Trainer, assemble
 from libra.trainer.checkpoint import restore_checkpoint, save_checkpoint
 from libra.trainer.identity import RankIdentity
@@ -18,6 +19,7 @@ from libra.wire.rank import (
     Heartbeat,
     JudgeAcks,
     ModelReady,
+    RankCommand,
     RankEvent,
     SaveCheckpoint,
     Shutdown,
@@ -32,23 +34,22 @@ HEARTBEAT_EVERY_S = 0.25
 
 
 def run_rank(
-    config: RunConfig, identity: RankIdentity, link: Link, *, restore: Path | None
+    config: RunConfig,
+    identity: RankIdentity,
+    link: Link,
+    spans: SpanWriter,
+    *,
+    restore: Path | None,
 ) -> None:
     """Build the trainer and serve commands until Shutdown."""
     pulse = Pulse(link, identity.at.rank)
     began_at = clock.monotonic()
-    pulse.beat(0, "join")
-    device = choose_device(config.control.device, local_rank=identity.at.local_rank)
-    world = join_world(
-        identity.sizes,
-        identity.at,
-        device,
-        timeout_s=config.supervision.rank_heartbeat_timeout_s,
-    )
-    trainer = assemble(config, world, beat=pulse.beat)
+    with spans.span(Phase.BUILD_MODEL):
+        trainer = _built(config, identity, pulse)
     if restore is not None:
         pulse.beat(0, "restore")
-        restore_checkpoint(trainer, restore)
+        with spans.span(Phase.RESTORE, directory=str(restore)):
+            restore_checkpoint(trainer, restore)
     link.send(
         ModelReady(
             rank=identity.at.rank,
@@ -57,9 +58,26 @@ def run_rank(
             build_s=clock.monotonic() - began_at,
         )
     )
-    while not isinstance(command := link.receive(), Shutdown):
-        if (event := _answer(trainer, command)) is not None:
+    while not isinstance(command := _next(link, spans), Shutdown):
+        if (event := _answer(trainer, command, spans)) is not None:
             link.send(event)
+
+
+def _built(config: RunConfig, identity: RankIdentity, pulse: "Pulse") -> Trainer:
+    pulse.beat(0, "join")
+    device = choose_device(config.control.device, local_rank=identity.at.local_rank)
+    world = join_world(
+        identity.sizes,
+        identity.at,
+        device,
+        timeout_s=config.supervision.rank_heartbeat_timeout_s,
+    )
+    return assemble(config, world, beat=pulse.beat)
+
+
+def _next(link: Link, spans: SpanWriter) -> RankCommand:
+    with spans.span(Phase.COLLECT_BATCH):
+        return link.receive()
 
 
 class Pulse:
@@ -79,20 +97,27 @@ class Pulse:
         self._link.send(Heartbeat(rank=self._rank, step=step, phase=phase))
 
 
-def _answer(trainer: Trainer, command: WorkCommand) -> RankEvent | None:
+def _answer(trainer: Trainer, command: WorkCommand, spans: SpanWriter) -> RankEvent | None:
     """Obey one command; returns what to tell the supervisor, if anything."""
     rank = trainer.world.at.rank
     match command:
-        case TrainStep():
+        case TrainStep(step=step):
+            began_at = clock.monotonic()
             metrics = trainer.learner.train(command)
-            return StepTrained(rank=rank, step=command.step, metrics=metrics if rank == 0 else None)
-        case ExportWeights():
-            return export_weights(trainer, command)
+            updating_at = began_at + metrics.recompute_s
+            spans.record(Phase.RECOMPUTE_LOGPROBS, began_at, updating_at, step=step)
+            spans.record(Phase.GRPO_UPDATE, updating_at, clock.monotonic(), step=step)
+            return StepTrained(rank=rank, step=step, metrics=metrics if rank == 0 else None)
+        case ExportWeights(policy_version=version):
+            with spans.span(Phase.WEIGHT_EXPORT, version=version):
+                return export_weights(trainer, command)
         case JudgeAcks():
             if rank:
                 raise InvariantError(f"rank {rank} was asked to judge ACKs; only rank 0 does")
-            return judge(command, trainer.config)
-        case SaveCheckpoint():
-            return save_checkpoint(trainer, command)
+            with spans.span(Phase.JUDGE_ACKS, version=command.request.policy_version):
+                return judge(command, trainer.config)
+        case SaveCheckpoint(step=step):
+            with spans.span(Phase.SAVE_CHECKPOINT, step=step):
+                return save_checkpoint(trainer, command)
         case _:
             assert_never(command)

@@ -3,7 +3,8 @@
 
     scripts/bench/bench_planner.py [--cases 48x4096,128x8192,1024x65536] [--repeats 3]
 
-`layout_s` is the exact rollout layout alone, `plan_s` the whole plan of Qwen3-14B on A100 80 GB.
+`layout_s` is the exact rollout layout alone, `plan_s` the whole plan of Qwen3-14B on 80 GB GPUs,
+`plan_by_length_s` the same with lengths known, so that every split is laid out exactly.
 `homogeneous_ratio` is the best layout with one TP degree over the mixed one, by predicted makespan.
 `quality` compares with an independent exact search (memoised over requests and GPUs) at a size
 where that is affordable: 1.0 is exact.
@@ -66,6 +67,7 @@ def measure(num_gpus: int, num_requests: int, repeats: int) -> dict[str, float]:
     rollout_gpus = num_gpus // 2
     layout_s, layout = timed(lambda: best_layout(costs, work, num_gpus=num_gpus), repeats)
     plan_s, report = timed(lambda: plan(config), repeats)
+    plan_by_length_s, _ = timed(lambda: plan(config, lengths_known=True), repeats)
     mixed = best_layout(costs, work, num_gpus=rollout_gpus).makespan_s
     alone = min(
         best_layout([cost], work, num_gpus=rollout_gpus, tolerance=1e-4).makespan_s
@@ -77,6 +79,7 @@ def measure(num_gpus: int, num_requests: int, repeats: int) -> dict[str, float]:
         "layout_s": layout_s,
         "num_instances": len(layout.blocks),
         "plan_s": plan_s,
+        "plan_by_length_s": plan_by_length_s,
         "num_pruned": len(report.pruned),
         "homogeneous_ratio": round(alone / mixed, 4),
     }

@@ -260,6 +260,10 @@ class RestartRequested(msgspec.Struct, frozen=True, tag=True):
     instance_id: InstanceId
 
 
+class ReloadRequested(msgspec.Struct, frozen=True, tag=True):
+    """Load the committed version into every engine once more."""
+
+
 class Ticked(msgspec.Struct, frozen=True, tag=True):
     """Time passed; deadlines are looked at."""
 
@@ -281,5 +285,6 @@ Event: TypeAlias = (
     | StopRequested
     | DrainRequested
     | RestartRequested
+    | ReloadRequested
     | Ticked
 )

@@ -10,14 +10,14 @@ from libra.wire.rank import MiniBatch, RankCommand
 
 
 class Ranks(Protocol):
-    """The gang that runs now. Messages to a gang that is being replaced are dropped."""
+    """The gang. A message for an attempt that is over is dropped: it would confuse the next."""
 
-    def tell_all(self, command: RankCommand) -> None:
+    def tell_all(self, attempt: int, command: RankCommand) -> None:
         """Queue one message for every rank."""
 
-    def tell_rank_zero(self, command: RankCommand) -> None: ...
+    def tell_rank_zero(self, attempt: int, command: RankCommand) -> None: ...
 
-    def train(self, step: int, shards: Sequence[tuple[MiniBatch, ...]]) -> None:
+    def train(self, attempt: int, step: int, shards: Sequence[tuple[MiniBatch, ...]]) -> None:
         """Queue a TrainStep for every rank, each with the shard of its data-parallel rank."""
 
 

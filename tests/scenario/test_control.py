@@ -210,3 +210,21 @@ def test_a_drained_engine_gets_no_work_and_comes_back_when_undrained():
     run_until(world, rng, lambda w: w.control.cycle.phase is Phase.COLLECTING)
     world.post(events.DrainRequested(A, drain=False))
     assert set(world.routes) == {A, B}
+
+
+def test_a_reload_on_demand_brings_the_committed_version_once_more_and_disturbs_no_step():
+    rng = Random(9)
+    world = started(total_steps=6)
+    run_until(world, rng, lambda w: w.control.cycle.step == 2)
+    run_until(world, rng, lambda w: w.control.cycle.phase is Phase.COLLECTING)
+    num_reloads, committed = len(world.reloads), world.control.publication.committed
+    world.post(events.ReloadRequested())
+    run_until(world, rng, lambda w: len(w.reloads) > num_reloads)
+    again = world.reloads[num_reloads].record
+    assert again.is_catch_up
+    assert again.policy_version == committed
+    assert set(again.accepted) == {A, B}
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert [step for _, step, _ in world.trained] == [1, 2, 3, 4, 5, 6]

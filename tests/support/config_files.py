@@ -81,12 +81,20 @@ def write_run(directory: Path, text: str = "", **options: str) -> Path:
 def problems_of(
     path: Path, *overrides: str, environ: Mapping[str, str] | None = None
 ) -> dict[str, Problem]:
-    """Everything that is wrong with a run, by path; empty when it loads."""
+    """Last problem of each option, by path; empty when the run loads."""
+    found = every_problem_of(path, *overrides, environ=environ)
+    return {problem.path: problem for problem in found}
+
+
+def every_problem_of(
+    path: Path, *overrides: str, environ: Mapping[str, str] | None = None
+) -> tuple[Problem, ...]:
+    """Everything that is wrong with a run; empty when it loads."""
     try:
         load_config(path, overrides, environ or {})
     except ConfigProblemsError as exc:
-        return {problem.path: problem for problem in exc.problems}
-    return {}
+        return exc.problems
+    return ()
 
 
 def load(path: Path, *overrides: str, environ: Mapping[str, str] | None = None) -> LoadedConfig:

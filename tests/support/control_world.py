@@ -233,7 +233,8 @@ class World:
 
     def _carry_out(self, command: commands.Command) -> None:  # noqa: C901, PLR0912, PLR0915
         match command:
-            case commands.PrepareExport(version):
+            case commands.PrepareExport(attempt, version):
+                assert attempt == self.attempt
                 assert version == self.gang_version
                 self._rank_says(
                     WeightsExported(
@@ -243,11 +244,11 @@ class World:
                 )  # fmt: skip
             case commands.CheckExport(version, _, manifest_hash):
                 self.pending.append(events.ExportChecked(version, manifest_hash, ""))
-            case commands.TellRankZero(JudgeAcks(request, acks)):
+            case commands.TellRankZero(_, JudgeAcks(request, acks)):
                 self._rank_says(self._judge(request, acks))
-            case commands.SendBatch(step, groups):
+            case commands.SendBatch(_, step, groups):
                 self._train(step, groups)
-            case commands.SaveRun(step, state):
+            case commands.SaveRun(_, step, state):
                 self.checkpoints[step] = state
                 self._rank_says(CheckpointSaved(step, f"/c/{step}", 0.1))
             case commands.SendReload(instance_id, incarnation, request):
@@ -281,7 +282,7 @@ class World:
             case commands.EndRun():
                 assert self.ended is None
                 self.ended = command
-            case commands.KnowInstance() | commands.RetireVersions() | commands.TellRanks():
+            case commands.KnowInstance() | commands.RetireVersions():
                 pass
 
     def _rank_says(self, said) -> None:

@@ -20,15 +20,6 @@ NUM_STEPS = 60
 """Enough for the reward to pass half way; the whole curve is in docs/benchmarks.md."""
 
 
-@pytest.fixture(scope="module")
-def quickstart(tmp_path_factory):
-    """The quickstart's model and data, made as scripts/quickstart.sh makes them."""
-    directory = tmp_path_factory.mktemp("quickstart") / "made"
-    make = [sys.executable, str(ROOT / "scripts/make_quickstart.py"), str(directory)]
-    subprocess.run(make, check=True, timeout=300, capture_output=True)
-    return directory
-
-
 class Job:
     """One `libra-supervisor run` as a child of this test."""
 
@@ -238,4 +229,29 @@ def test_ctrl_c_during_start_up_and_a_second_one_leave_nothing_running(tmp_path,
     finally:
         if job.process.poll() is None:
             job.kill()
+    assert tagged_processes(job.run_dir) == []
+
+
+@pytest.mark.long
+def test_with_reloads_by_restart_every_version_is_served_by_a_new_process(tmp_path, quickstart):
+    job = Job(
+        tmp_path / "run",
+        quickstart,
+        *("-o", "total_steps=2", "-o", "save_interval=0", "-o", "rollout_gpus=1"),
+        *("-o", "heterogeneous_rollout.instances=[{tp: 1, count: 1}]"),
+        *("-o", "rollout_weight_reload_method=restart"),
+    )
+    try:
+        assert job.wait(1200) == 0, job.said()
+    finally:
+        if job.process.poll() is None:
+            job.kill()
+    reloads = read_lines(job.run_dir / "reloads.jsonl")
+    assert [r["policy_version"] for r in reloads] == [0, 1, 2]
+    assert len({r["acks"][0]["incarnation"] for r in reloads}) == 3
+    for reload in reloads:
+        (ack,) = reload["acks"]
+        assert ack["method"] == "restart"
+        assert ack["process_stop_s"] > 0
+        assert ack["model_load_s"] > 0
     assert tagged_processes(job.run_dir) == []

@@ -160,8 +160,8 @@ def test_a_large_unknown_section_is_summed_up():
 def test_all_problems_of_all_kinds_come_at_once(tmp_path: Path):
     text = (
         "seed: x\nlearing_rate: 1\nmax_new_tokens: 9999\n"
-        "api: {api_port: -1}\nseed: 2\ntrain_backend: fsdp\nmodel_path: nowhere\n"
-        "heterogeneous_rollout: {scheduling: {metrics_admission_exit: 0.95}}"
+        "api: {api_port: -1}\nseed: 2\nmodel_path: nowhere\nsync_interval: 9\n"
+        "heterogeneous_rollout: {instances: [{tp: 1, count: 5}]}"
     )
     found = problems_of(write_run(tmp_path, text), "save_interval=no", environ={"RANK": "0"})
     assert set(found) == {
@@ -169,10 +169,9 @@ def test_all_problems_of_all_kinds_come_at_once(tmp_path: Path):
         "learing_rate",
         "max_new_tokens",
         "api.api_port",
-        "train_backend",
         "model_path",
-        "heterogeneous_rollout.scheduling.metrics_admission_enter",
-        "heterogeneous_rollout.scheduling.metrics_admission_exit",
+        "max_head_offpolicyness",
+        "heterogeneous_rollout.instances",
         "save_interval",
     }
 

@@ -65,9 +65,7 @@ def test_every_bad_row_is_named_at_once(tmp_path, tokenizer):
     with pytest.raises(DataError) as raised:
         dataset(tmp_path, tokenizer, rows)
     message = str(raised.value)
-    assert message.startswith(
-        "7 of the rows cannot be used (fix them, or leave them out with on_bad_row"
-    )
+    assert message.startswith("7 rows cannot be used (fix them, or leave them out with on_bad_row")
     for line in (
         "x.jsonl:2:11: Expecting value",
         "x.jsonl:3:1: no field 'prompt' (fields here: answer)",
@@ -92,7 +90,7 @@ def test_bad_rows_can_be_left_out_and_are_counted(tmp_path, tokenizer):
 
 
 def test_many_bad_rows_are_counted_rather_than_listed(tmp_path, tokenizer):
-    with pytest.raises(DataError, match=r"12 of the rows(?s:.*)and 2 more") as raised:
+    with pytest.raises(DataError, match=r"12 rows(?s:.*)and 2 more") as raised:
         dataset(tmp_path, tokenizer, ["[]\n"] * 12)
     assert str(raised.value).count("x.jsonl:") == 10
 
@@ -100,7 +98,7 @@ def test_many_bad_rows_are_counted_rather_than_listed(tmp_path, tokenizer):
 def test_long_prompts_are_found_before_the_start_and_never_cut(tmp_path, tokenizer):
     rows = [{"prompt": "x" * n, "answer": ""} for n in (1, 50, 2)]
     with pytest.raises(
-        DataError, match=r"1 of the rows are too long .*on_long_prompt(?s:.*)tokens, the most"
+        DataError, match=r"1 rows are too long .*on_long_prompt(?s:.*)tokens, the most"
     ):
         dataset(tmp_path, tokenizer, rows, max_prompt_tokens=40)
     found = dataset(tmp_path, tokenizer, rows, max_prompt_tokens=40, on_long_prompt="skip")

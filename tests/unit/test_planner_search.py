@@ -3,9 +3,12 @@ import pytest
 
 from libra.config.rollout import TpBucket
 from libra.errors import ConfigError, InfeasiblePlanError
+from libra.planner.calibration import Calibration
+from libra.planner.cost_models import cost_models
 from libra.planner.demand import Demand, LengthWindow, observed_demand, prior_demand
 from libra.planner.render import render_plan
-from libra.planner.search import plan
+from libra.planner.search import plan, train_work
+from libra.planner.train_search import TrainSearch
 from planner_cases import (
     A100_80G,
     H200_141G,
@@ -54,9 +57,32 @@ def test_longer_responses_move_gpus_to_rollout():
     assert train_gpus(500) > train_gpus(16000)
 
 
-def test_a_long_tail_gets_instances_of_several_degrees():
+def test_with_known_lengths_a_long_tail_gets_instances_of_several_degrees():
+    config = grp_config(planner={"prior_response_sigma": 1.2})
+    assert len(set(plan(config, lengths_known=True).choice.rollout_tps)) > 1
+
+
+def test_without_known_lengths_no_instance_is_too_slow_for_the_longest_response():
     report = plan(grp_config(planner={"prior_response_sigma": 1.2}))
-    assert len(set(report.choice.rollout_tps)) > 1
+    assert len(set(report.choice.rollout_tps)) == 1
+    assert len(set(report.by_length.tp_degrees)) > 1
+    assert report.by_length.makespan_s < report.choice.estimate.rollout.makespan_s
+    assert "if lengths were known in advance" in render_plan(report)
+
+
+def test_a_mix_is_filled_by_capacity_only_when_the_router_counts_kv_tokens():
+    def requests_by_tp(load_metric):
+        config = configured(training={"train_tp_size": 4})
+        scheduling = msgspec.structs.replace(
+            config.heterogeneous_rollout.scheduling, load_metric=load_metric
+        )
+        heterogeneous = msgspec.structs.replace(config.heterogeneous_rollout, scheduling=scheduling)
+        report = plan(msgspec.structs.replace(config, heterogeneous_rollout=heterogeneous))
+        return {b.tp: b.num_requests for b in report.choice.estimate.rollout.blocks}
+
+    by_requests, by_capacity = requests_by_tp("requests"), requests_by_tp("kv_tokens")
+    assert by_requests[8] == by_requests[1]
+    assert by_capacity[8] > 8 * by_capacity[1]
 
 
 def test_allowed_degrees_are_the_only_ones_used():
@@ -128,7 +154,8 @@ def test_communication_ratios_prune_expert_branches():
                 "allowed_train_ep": [1, 4],
                 "train_ep_comm_compute_ratio_threshold": 0.01,
             },
-        )
+        ),
+        only_built=False,
     )
     assert report.choice.train.ep == 1
     assert "all-to-all is" in reasons(report)["TP8 EP4"]
@@ -143,7 +170,7 @@ def test_expert_parallelism_is_searched_for_mixtures_and_must_divide_the_experts
             "allowed_train_pp": [1],
         },
     )
-    report = plan(config)
+    report = plan(config, only_built=False)
     assert report.choice.train.ep > 1
     assert reasons(report)["TP1 EP3"] == "128 experts do not divide by it"
 
@@ -161,9 +188,30 @@ def test_context_parallel_is_raised_only_as_far_as_memory_asks():
         megatron={"megatron_recompute_granularity": "none"},
         planner={"allowed_train_tp": [8], "allowed_train_pp": [1]},
     )
-    report = plan(config)
+    report = plan(config, only_built=False)
     assert report.choice.train.cp == 2
     assert "GiB" in reasons(report)["TP8 PP1"]
+
+
+@pytest.mark.parametrize(
+    ("option", "branch"), [("train_ep_size", "TP8 EP2"), ("train_cp_size", "TP8 PP1 CP2")]
+)
+def test_what_the_trainer_cannot_do_yet_is_left_with_its_reason(option, branch):
+    config = grp_config(
+        arch=QWEN3_30B_A3B,
+        max_new_tokens=120_000,
+        batch_size=64,
+        megatron={"megatron_recompute_granularity": "none"},
+        planner={"allowed_train_ep": [1, 2], "allowed_train_tp": [8], "allowed_train_pp": [1]},
+    )
+    search = TrainSearch(
+        config,
+        models=cost_models(config, Calibration(hardware="", model="")),
+        work=train_work(config, prior_demand(config)),
+        gpu_counts=[8, 16, 32],
+        unbuilt={option: "not there yet"},
+    )
+    assert (branch, "not there yet") in {(p.branch, p.reason) for p in search.log.entries()}
 
 
 def test_an_infeasible_cluster_names_every_reason():

@@ -13,7 +13,7 @@ def write_run(run_dir, *, ranks=2, attempt=1):
     for rank in range(ranks):
         path = trace_path(run_dir / "phase_trace", rank)
         writer = SpanWriter(path, rank=rank, run_id="r", attempt=attempt)
-        with writer.span(Phase.TRAIN, step=3), writer.span(Phase.OPTIMIZER, step=3):
+        with writer.span(Phase.GRPO_UPDATE, step=3), writer.span(Phase.RECOMPUTE_LOGPROBS, step=3):
             pass
         writer.close()
 
@@ -27,25 +27,25 @@ def test_a_span_is_one_json_line_of_the_documented_shape(tmp_path):
     )
     assert (header["schema"], header["version"], header["rank"]) == ("libra.phase_trace", 1, 0)
     assert set(outer) == {"phase", "at_ns", "dur_ns", "track", "args"}
-    assert (outer["phase"], outer["args"], outer["track"]) == ("train", {"step": 3}, "main")
+    assert (outer["phase"], outer["args"], outer["track"]) == ("grpo_update", {"step": 3}, "main")
     assert before_ns - 10**6 <= outer["at_ns"] <= inner["at_ns"]
     assert inner["at_ns"] + inner["dur_ns"] <= outer["at_ns"] + outer["dur_ns"]
 
 
 def test_a_block_that_raises_is_recorded_too(tmp_path):
     writer = SpanWriter(trace_path(tmp_path, 0), rank=0, run_id="r")
-    with pytest.raises(KeyError), writer.span(Phase.EXPORT_WEIGHTS):
+    with pytest.raises(KeyError), writer.span(Phase.WEIGHT_EXPORT):
         raise KeyError
     ((_, spans),) = read_trace(trace_path(tmp_path, 0))
-    assert [span.phase for span in spans] == ["export_weights"]
+    assert [span.phase for span in spans] == ["weight_export"]
 
 
 def test_torn_lines_are_skipped_and_a_new_life_starts_on_a_line_of_its_own(tmp_path):
     path = trace_path(tmp_path, 0)
-    SpanWriter(path, rank=0, run_id="r", attempt=1).record("train", 1.0, 2.0)
+    SpanWriter(path, rank=0, run_id="r", attempt=1).record("grpo_update", 1.0, 2.0)
     with path.open("ab") as file:
-        file.write(b'{"phase":"train","at_n')
-    SpanWriter(path, rank=0, run_id="r", attempt=2).record("train", 1.0, 3.0)
+        file.write(b'{"phase":"grpo_update","at_n')
+    SpanWriter(path, rank=0, run_id="r", attempt=2).record("grpo_update", 1.0, 3.0)
     lives = read_trace(path)
     assert [(header.attempt, len(spans)) for header, spans in lives] == [(1, 1), (2, 1)]
     assert lives[1][1][0].dur_ns == 2_000_000_000
@@ -53,8 +53,8 @@ def test_torn_lines_are_skipped_and_a_new_life_starts_on_a_line_of_its_own(tmp_p
 
 def test_without_a_path_nothing_is_written_and_the_same_calls_work(tmp_path):
     writer = SpanWriter(None, rank=0, run_id="r")
-    with writer.span(Phase.TRAIN):
-        writer.record("train", 0.0, 1.0)
+    with writer.span(Phase.GRPO_UPDATE):
+        writer.record("grpo_update", 0.0, 1.0)
     writer.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -62,24 +62,10 @@ def test_without_a_path_nothing_is_written_and_the_same_calls_work(tmp_path):
 def test_a_full_disk_costs_spans_and_is_counted():
     writer = SpanWriter(None, rank=0, run_id="r")
     writer._fd = os.open("/dev/full", os.O_WRONLY)
-    with writer.span(Phase.TRAIN):
+    with writer.span(Phase.GRPO_UPDATE):
         pass
     writer.close()
     assert writer.num_lost == 1
-
-
-def test_a_span_costs_less_than_20_microseconds(tmp_path):
-    writer = SpanWriter(trace_path(tmp_path, 0), rank=0, run_id="r")
-    best_s = min(_time_of(writer, 500) for _ in range(5)) / 500
-    assert best_s < 20e-6
-
-
-def _time_of(writer, num_spans):
-    began_at = clock.monotonic()
-    for step in range(num_spans):
-        with writer.span(Phase.TRAIN, step=step):
-            pass
-    return clock.monotonic() - began_at
 
 
 def test_two_runs_are_laid_side_by_side_from_zero(tmp_path):
@@ -103,7 +89,7 @@ def test_two_runs_are_laid_side_by_side_from_zero(tmp_path):
     for run in ("baseline", "new"):
         pids = [pid for pid, name in names.items() if name.startswith(run)]
         assert min(e["ts"] for e in spans if e["pid"] in pids) == 0
-    assert {e["name"] for e in spans} == {"train", "optimizer"}
+    assert {e["name"] for e in spans} == {"grpo_update", "recompute_logprobs"}
 
 
 def test_tracks_of_one_process_become_named_threads(tmp_path):

@@ -40,8 +40,8 @@ def test_the_batch_equation_is_in_prompts_samples_and_optimizer_steps(tmp_path: 
     out = run(path, "train_gpus=2", "micro_batch_size=4")
     assert out.exit_code == 0
     assert "8 prompts x 4 samples = 32 samples = 2 optimizer steps x 16 samples" in out.stdout
-    assert "one optimizer step = 2 data-parallel ranks x 8 samples, " in out.stdout
-    assert "on each 2 micro-batches x 4 samples" in out.stdout
+    assert "one optimizer step = 2 data-parallel ranks x 8 samples; " in out.stdout
+    assert "a rank takes 2 micro-batches x 4 samples" in out.stdout
 
 
 @pytest.mark.case("T-B09")
@@ -156,10 +156,12 @@ def test_broken_data_is_a_problem_of_its_key(tmp_path: Path):
 
 def test_memory_is_shown_by_role(tmp_path: Path):
     role = RoleMemory(
-        role="trainer rank", bytes_by_part={"weights": 2**30, "none": 0}, limit_bytes=4 * 2**30
+        role="trainer rank",
+        bytes_by_part={"weights": 2**30, "logits": 2**29, "none": 0},
+        limit_bytes=4 * 2**30,
     )
     out = run(write_run(tmp_path), estimate_memory=lambda _config: [role])
-    assert "trainer rank: 1.00 of 4.00 GiB (weights 1.00)" in out.stdout
+    assert "trainer rank: 1.50 GiB of 4.00 GiB (weights 1.00 GiB, logits 512.0 MiB)" in out.stdout
 
 
 def test_the_schema_is_printed_as_json():
@@ -226,10 +228,10 @@ def test_a_bad_row_of_real_data_is_named_by_line(tmp_path: Path):
     write_rows(tmp_path / "d.jsonl", "two", 5)
     out = run(path, summarize_dataset=summarize_dataset)
     assert out.exit_code == 2
-    assert "train_data: 1 rows cannot be used" in out.stderr
-    assert f"{tmp_path}/d.jsonl:2" in out.stderr
+    assert "run.yaml:2: train_data: " in out.stderr
+    assert f"{tmp_path}/d.jsonl:2:1: 'prompt' is 5" in out.stderr
     skipped = run(path, "on_bad_row=skip", summarize_dataset=summarize_dataset)
-    assert "1 rows, 1 skipped" in skipped.stdout
+    assert "1 row, 1 skipped" in skipped.stdout
 
 
 def test_an_over_long_prompt_of_real_data_is_named_by_line(tmp_path: Path):

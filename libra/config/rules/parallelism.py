@@ -78,7 +78,9 @@ def rollout_shape(config: RunConfig) -> Iterator[Problem]:
 
 
 def sequence_parallel_needs_tp(config: RunConfig) -> Iterator[Problem]:
-    """Check that there is a group to split the sequence over."""
+    """Check that there is a group to split the sequence over, unless the planner chooses it."""
+    if planner_decides(config):
+        return
     if config.megatron.megatron_sequence_parallel and config.training.train_tp_size == 1:
         yield Problem(
             path="megatron_sequence_parallel",

@@ -1,239 +1,33 @@
-"""The vLLM servers of a run: one supervision and one HTTP client per instance."""
+"""The vLLM servers of a run: one supervision per instance, and what the loop asks of them."""
 
-import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from random import Random
 from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Self
 
 import anyio
-import msgspec
 from anyio.abc import TaskGroup
 
 from libra import clock
-from libra.config.run import RunConfig
 from libra.config.supervision import SupervisionConfig
-from libra.errors import ChildError, InvariantError, LibraError, PeerError, RefusedError
-from libra.ids import ChildId, Incarnation, InstanceId, RequestId, RunId
-from libra.planner.plan import InstancePlacement
-from libra.scheduling.scheduler import Scheduler
+from libra.config.weights import WeightsConfig
+from libra.errors import PeerError
+from libra.ids import ChildId, Incarnation, InstanceId, RequestId
 from libra.tracing.log import get_log
-from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest, Sampling
+from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest
+from libra_supervisor.app.engine import Engine
 from libra_supervisor.events import ChildEvent
 from libra_supervisor.instances.client import InstanceClient
-from libra_supervisor.instances.health import Health, HealthMonitor
 from libra_supervisor.instances.metrics import server_metrics
-from libra_supervisor.instances.poller import InstancePoller, Polled
-from libra_supervisor.instances.port_lease import PortLease, lease_port
-from libra_supervisor.instances.vllm import InstancePlacement as ServerPlacement
-from libra_supervisor.instances.vllm import ServingPaths, server_spec
-from libra_supervisor.process.child import RunningChild
-from libra_supervisor.process.lifecycle import ChildHooks, ChildStatus, deadlines_from
+from libra_supervisor.process.lifecycle import ChildStatus, deadlines_from
 from libra_supervisor.process.restart import RestartBudget, policy_from
 from libra_supervisor.process.spawn import Spawner
-from libra_supervisor.process.spec import ProcessSpec
 from libra_supervisor.process.supervise import Supervision
-from libra_supervisor.run_directory import RunDirectory
 
-READY_POLL_S: Final = 0.5
-DRAIN_POLL_S: Final = 0.1
 METRICS_TIMEOUT_S: Final = 5.0
-PROBE_TIMEOUT_S: Final = 30.0
-FIRST_TOKEN: Final = Sampling(max_new_tokens=1, temperature=0.0)
 
 _log = get_log()
-
-
-class FleetSite(msgspec.Struct, frozen=True, kw_only=True):
-    """What every server of one run on this node has in common."""
-
-    run_id: RunId
-    directory: RunDirectory
-    config: RunConfig
-    device: Literal["cpu", "cuda"]
-    host: str
-    token: str
-    env: Mapping[str, str]
-    """The environment the supervisor was started with."""
-
-    devices: tuple[str, ...]
-    """By slot: CUDA devices; on CPU the core to bind to, round robin."""
-
-
-class Engine(ChildHooks):
-    """One instance: its port, its client, and what its supervision needs to know."""
-
-    def __init__(
-        self,
-        site: FleetSite,
-        placement: InstancePlacement,
-        scheduler: Scheduler,
-        *,
-        port: int,
-        served_directory: Callable[[], Path | None],
-        rng: Random,
-    ) -> None:
-        """Nothing is started yet; `port` 0 takes any.
-
-        `served_directory` gives the published version that the next process starts from, None for
-        the base model.
-        """
-        self.placement = placement
-        self.is_excused = False
-        """True while a reload is asked for: meanwhile no progress is owed."""
-
-        self._site = site
-        self._scheduler = scheduler
-        self._port = port
-        self._served_directory = served_directory
-        self._rng = rng
-        self._was_excused = False
-        self._lease: PortLease | None = None
-        self._client: InstanceClient | None = None
-
-    @property
-    def client(self) -> InstanceClient:
-        """The client of the newest process."""
-        if self._client is None:
-            raise InvariantError(f"{self.placement.instance_id} was called before it was started")
-        return self._client
-
-    @property
-    def url(self) -> str:
-        if self._lease is None:
-            raise InvariantError(f"{self.placement.instance_id} has no port before it is started")
-        host = f"[{self._site.host}]" if ":" in self._site.host else self._site.host
-        return f"http://{host}:{self._lease.port}"
-
-    @property
-    def is_started(self) -> bool:
-        return self._client is not None
-
-    async def spec(self, incarnation: Incarnation) -> ProcessSpec:
-        await self.close()
-        site, placement = self._site, self.placement
-        self._lease = lease_port(site.host, self._port)
-        client = InstanceClient(placement.instance_id, self.url, token=site.token)
-        self._client = await client.__aenter__()
-        directory = self._served_directory()
-        return server_spec(
-            site.config,
-            ServerPlacement(
-                instance_id=placement.instance_id,
-                incarnation=incarnation,
-                device_kind=site.device,
-                devices=tuple(site.devices[slot % len(site.devices)] for slot in placement.slots),
-                host=site.host,
-                port=self._lease.port,
-            ),
-            run_id=site.run_id,
-            paths=ServingPaths(
-                python=sys.executable,
-                weights_directory=str(site.directory.weights),
-                token_file=str(site.directory.token),
-                working_directory=str(site.directory.root),
-                log_path=str(site.directory.log_of(ChildId(placement.instance_id))),
-            ),
-            environment=site.env,
-            served_directory=None if directory is None else str(directory),
-        )
-
-    async def until_ready(self, child: RunningChild) -> None:
-        """Wait for the right process to answer and to do a forward pass: /health proves neither."""
-        state = await self._first_state()
-        if state.incarnation != child.incarnation:
-            raise ChildError(
-                f"another server ({state.incarnation}) answers at {self.url}, the port of "
-                f"{child.incarnation}"
-            )
-        await self._probe()
-
-    async def until_stuck(self, child: RunningChild) -> str:
-        supervision = self._site.config.supervision
-        stall_s = supervision.liveness_stall_s
-        monitor = HealthMonitor(stall_s=stall_s, silence_s=stall_s, now=clock.now())
-        looked = anyio.Event()
-
-        def take(polled: Polled) -> None:
-            self._take(polled, monitor)
-            looked.set()
-
-        scheduling = self._site.config.heterogeneous_rollout.scheduling
-        poller = InstancePoller(
-            self.client,
-            child.incarnation,
-            take,
-            period_s=scheduling.metrics_poll_interval_s,
-            timeout_s=scheduling.metrics_request_timeout_s,
-            rng=self._rng,
-        )
-        health = Health("loading")
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(poller.run)
-            while health.state != "dead":
-                await looked.wait()
-                looked = anyio.Event()
-                health = monitor.health(now=clock.now())
-                if health.needs_probe:
-                    health = await self._doubted(monitor)
-            tasks.cancel_scope.cancel()
-        return health.reason
-
-    async def drain(self, child: RunningChild) -> None:
-        while self._scheduler.num_in_flight(self.placement.instance_id):
-            await clock.sleep(DRAIN_POLL_S)
-
-    async def close(self) -> None:
-        if self._client is not None:
-            await self._client.__aexit__(None, None, None)
-            self._client = None
-        if self._lease is not None:
-            self._lease.close()
-            self._lease = None
-
-    async def _first_state(self) -> InstanceState:
-        while True:
-            try:
-                await self.client.health()
-                return await self.client.state()
-            except (PeerError, RefusedError):
-                await clock.sleep(READY_POLL_S)
-
-    async def _probe(self) -> None:
-        """One forward pass. Raises ChildError when the server cannot do it."""
-        request = RequestId(f"probe-{self.placement.instance_id}-{self._rng.getrandbits(32):08x}")
-        try:
-            await self.client.complete([0], FIRST_TOKEN, request_id=request)
-        except LibraError as error:
-            raise ChildError(f"a forward pass fails: {error}") from error
-
-    async def _doubted(self, monitor: HealthMonitor) -> Health:
-        monitor.on_probe_sent()
-        has_passed = False
-        with anyio.move_on_after(PROBE_TIMEOUT_S):
-            try:
-                await self._probe()
-                has_passed = True
-            except ChildError as error:
-                _log.warning("probe_failed", instance=self.placement.instance_id, why=str(error))
-        monitor.on_probe(has_passed=has_passed, now=clock.now())
-        return monitor.health(now=clock.now())
-
-    def _take(self, polled: Polled, monitor: HealthMonitor) -> None:
-        instance_id, metrics = self.placement.instance_id, polled.metrics
-        if self.is_excused or self._was_excused:
-            monitor.on_excused(is_excused=self.is_excused, now=polled.at)
-            self._was_excused = self.is_excused
-        monitor.on_health(polled.health, now=polled.at)
-        monitor.on_progress(
-            num_tokens=None if metrics is None else metrics.num_tokens,
-            num_running=None if metrics is None else metrics.load.num_running,
-            num_in_flight=self._scheduler.num_in_flight(instance_id),
-            now=polled.at,
-        )
-        if metrics is not None:
-            self._scheduler.on_snapshot(instance_id, metrics.load, polled.at)
 
 
 class Fleet:
@@ -245,11 +39,11 @@ class Fleet:
         *,
         config: SupervisionConfig,
         spawner: Spawner,
-        ack_timeout_s: float,
+        weights: WeightsConfig,
         post: Callable[[ChildEvent], Awaitable[None]],
         rng: Random,
     ) -> None:
-        self._ack_timeout_s = ack_timeout_s
+        self._weights = weights
         self._engines = {engine.placement.instance_id: engine for engine in engines}
         self._supervisions = {
             instance_id: Supervision(
@@ -324,9 +118,54 @@ class Fleet:
         engine = self._engines[instance_id]
         engine.is_excused = True
         try:
-            return await engine.client.reload(request, timeout_s=self._ack_timeout_s)
+            with anyio.fail_after(self._weights.rollout_weight_ack_timeout_s):
+                if self._weights.rollout_weight_reload_method == "restart":
+                    return await self._reload_by_restart(engine, request)
+                return await engine.client.reload(
+                    request, timeout_s=self._weights.rollout_weight_ack_timeout_s
+                )
+        except TimeoutError as error:
+            raise PeerError(
+                f"{instance_id} did not acknowledge v{request.policy_version}"
+            ) from error
         finally:
             engine.is_excused = False
+
+    async def _reload_by_restart(self, engine: Engine, request: ReloadRequest) -> ReloadAck:
+        """Replace the process by one that starts from the version, and have it prove itself.
+
+        `libra.serving.launch` compares the directory with its manifest before the engine loads it.
+        """
+        instance_id = engine.placement.instance_id
+        engine.next_directory = Path(request.weights_directory)
+        try:
+            self._supervisions[instance_id].restart()
+            timings = await engine.replaced()
+        finally:
+            engine.next_directory = None
+        state = await engine.client.state()
+        request_id = RequestId(f"probe-{request.nonce}")
+        probing_at = clock.now()
+        logprobs = await engine.client.prompt_logprobs(
+            request.probe_token_ids, request_id=request_id
+        )
+        total_s = timings.stop_s + timings.load_s + (clock.now() - probing_at)
+        return ReloadAck(
+            instance_id=instance_id,
+            incarnation=state.incarnation,
+            run_id=request.run_id,
+            nonce=request.nonce,
+            policy_version=state.policy_version,
+            method="restart",
+            strategy=request.strategy,
+            lock_wait_s=0.0,
+            process_stop_s=timings.stop_s,
+            model_load_s=timings.load_s,
+            total_s=total_s,
+            manifest_hash=state.manifest_hash or "",
+            verified=("manifest", "files", "load", "probe"),
+            probe_logprobs=logprobs,
+        )
 
     def url_of(self, instance_id: InstanceId) -> str:
         return self._engines[instance_id].url

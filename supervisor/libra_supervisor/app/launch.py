@@ -9,13 +9,16 @@ from typing import Literal
 import msgspec
 
 from libra import clock
+from libra.config.availability import check_availability
 from libra.config.load import LoadedConfig, dump_resolved, dump_yaml, load_resolved
 from libra.config.problems import ConfigProblemsError
 from libra.config.resume import check_resume
 from libra.config.run import RunConfig
 from libra.errors import ConfigError, SiteError
 from libra.ids import RunId
-from libra.planner.plan import Plan, configured_plan
+from libra.planner.applied import planned_config
+from libra.planner.plan import Plan
+from libra.planner.search import plan as planned
 from libra.storage.atomic import atomic_write
 from libra_supervisor.doctor.checks import check_site
 from libra_supervisor.doctor.devices import resolved_device, slot_devices
@@ -84,7 +87,11 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
         changed = check_resume(old, config, place_of=request.loaded.place_of)
         if changed:
             raise ConfigProblemsError(changed, subject=str(request.config_path))
-    plan = configured_plan(config)
+    report = planned(config)
+    plan, config = report.plan, planned_config(config, report.plan)
+    beyond = check_availability(config, request.loaded.environment)
+    if beyond:
+        raise ConfigProblemsError(beyond, subject=f"the plan for {request.config_path}")
     num_slots = plan.num_rollout_gpus + plan.train.world_size
     devices = slot_devices(device, num_slots=num_slots, environ=request.environ)
     failed = [f for f in check_site(config, plan, device, directory.root) if not f.ok]

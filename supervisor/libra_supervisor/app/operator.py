@@ -13,6 +13,7 @@ from libra_supervisor.display.progress import Progress, eta_s
 from libra_supervisor.events import (
     DrainRequested,
     Event,
+    ReloadRequested,
     RestartRequested,
     StopRequested,
 )
@@ -90,7 +91,10 @@ class Operator:
                 return VerbReply(ok=True, message="stopping")
             case "drain" | "undrain" | "restart":
                 return await self._on_engine(verb, request.target)
-            case "reload" | "replan" | "explain":
+            case "reload":
+                await self._inbox.post(ReloadRequested())
+                return VerbReply(ok=True, message="reload of every engine begun")
+            case "replan" | "explain":
                 return VerbReply(ok=False, message=f"{verb} is not available yet")
 
     def progress(self) -> Progress:

@@ -3,12 +3,15 @@
 from libra import clock
 from libra.config.run import RunConfig
 from libra.ids import RunId
+from libra.models.architecture import architecture_of
+from libra.models.kv_capacity import GIB, RolloutMemory, kv_capacity_tokens
 from libra.planner.plan import Plan
 from libra.pools.pool import RolloutPool
 from libra.rollouts.accounts import BufferLimits
 from libra.rollouts.batch import BatchShape
 from libra.weights.judge import probe_tolerance_of
 from libra_supervisor.app.prompts import Prompts
+from libra_supervisor.doctor.checks import BYTES_OF_DTYPE
 from libra_supervisor.instances.vllm import rollout_dtype
 from libra_supervisor.loop.control import Control, Policy
 from libra_supervisor.loop.cycle import Cycle, Limits
@@ -56,6 +59,33 @@ def batch_shape(config: RunConfig, plan: Plan) -> BatchShape:
         mini_batch_size=training.mini_batch_size or training.batch_size,
         mask_truncated=config.algorithm.mask_truncated,
     )
+
+
+def kv_capacity_by_tp(config: RunConfig, plan: Plan) -> dict[int, int]:
+    """Estimated KV capacity in tokens per TP degree, until the servers have measured theirs.
+
+    Empty without a description of hardware and model: then only what servers tell counts.
+    """
+    if config.hardware is None or config.model_arch is None:
+        return {}
+    scheduling = config.heterogeneous_rollout.scheduling
+    memory = RolloutMemory(
+        device_bytes=config.hardware.memory_bytes,
+        utilization_fraction=config.rollout.gpu_memory_utilization,
+        activation_reserve_bytes=int(scheduling.kv_activation_reserve_gib * GIB),
+        kv_cache_bytes=config.rollout.rollout_kv_cache_bytes,
+    )
+    num_bytes = BYTES_OF_DTYPE[rollout_dtype(config)]
+    return {
+        tp: kv_capacity_tokens(
+            architecture_of(config.model_arch),
+            memory,
+            tp=tp,
+            weight_dtype_bytes=num_bytes,
+            kv_dtype_bytes=num_bytes,
+        )
+        for tp in {instance.tp for instance in plan.instances}
+    }
 
 
 def _limits(config: RunConfig, *, publishes: bool, now: float) -> Limits:

@@ -23,14 +23,17 @@ _QUEUE = 256
 
 
 class _ToAll(msgspec.Struct, frozen=True):
+    attempt: int
     command: RankCommand
 
 
 class _ToRankZero(msgspec.Struct, frozen=True):
+    attempt: int
     command: RankCommand
 
 
 class _Shards(msgspec.Struct, frozen=True):
+    attempt: int
     step: int
     shards: tuple[tuple[MiniBatch, ...], ...]
 
@@ -45,17 +48,20 @@ class RankMail:
         self._gang = gang
         self._send, self._receive = anyio.create_memory_object_stream[_Letter](_QUEUE)
 
-    def tell_all(self, command: RankCommand) -> None:
-        self._send.send_nowait(_ToAll(command))
+    def tell_all(self, attempt: int, command: RankCommand) -> None:
+        self._send.send_nowait(_ToAll(attempt, command))
 
-    def tell_rank_zero(self, command: RankCommand) -> None:
-        self._send.send_nowait(_ToRankZero(command))
+    def tell_rank_zero(self, attempt: int, command: RankCommand) -> None:
+        self._send.send_nowait(_ToRankZero(attempt, command))
 
-    def train(self, step: int, shards: Sequence[tuple[MiniBatch, ...]]) -> None:
-        self._send.send_nowait(_Shards(step, tuple(shards)))
+    def train(self, attempt: int, step: int, shards: Sequence[tuple[MiniBatch, ...]]) -> None:
+        self._send.send_nowait(_Shards(attempt, step, tuple(shards)))
 
     async def run(self) -> None:
         async for letter in self._receive:
+            if letter.attempt != self._gang.attempt:
+                _log.info("rank_message_dropped", why=f"attempt {letter.attempt} is over")
+                continue
             try:
                 await self._deliver(letter)
             except PeerError as error:
@@ -64,11 +70,11 @@ class RankMail:
 
     async def _deliver(self, letter: _Letter) -> None:
         match letter:
-            case _ToAll(command):
+            case _ToAll(command=command):
                 await self._gang.broadcast(command)
-            case _ToRankZero(command):
+            case _ToRankZero(command=command):
                 await self._gang.send(Rank(0), command)
-            case _Shards(step, shards):
+            case _Shards(step=step, shards=shards):
                 await self._gang.send_each(
                     {
                         rank: TrainStep(step, shards[hello.dp_rank])

@@ -2,8 +2,6 @@
 
 import signal
 import traceback
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -12,34 +10,35 @@ from typing import Final
 import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
+from msgspec.structs import asdict
 
 from libra import clock
 from libra.ids import RunId
 from libra.rewards.loading import check_reward_name
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
-from libra.workflows.loading import load_workflow
+from libra.tracing.span import SpanWriter, trace_path
 from libra_supervisor.api.access import read_or_make_token
 from libra_supervisor.api.server import api_server
+from libra_supervisor.app.builder import Builder
 from libra_supervisor.app.collector import RunCollector, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
-from libra_supervisor.app.fleet import Engine, Fleet, FleetSite
+from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.launch import Launch, new_run_id, plan_in_words
 from libra_supervisor.app.operator import Facts, Operator
-from libra_supervisor.app.parts import batch_shape, control_of
+from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
 from libra_supervisor.app.prompts import Prompts, open_prompts
-from libra_supervisor.app.rank_mail import CheckpointChooser, RankMail
+from libra_supervisor.app.rank_mail import RankMail
 from libra_supervisor.app.recall import RunMemory, recorded_run_id
-from libra_supervisor.app.routing import EngineRouter, SchedulerRouting
+from libra_supervisor.app.routing import SchedulerRouting
+from libra_supervisor.app.tracer import Tracer
 from libra_supervisor.display.console import Display
 from libra_supervisor.display.progress import plain_line
-from libra_supervisor.doctor.devices import cpu_cores
 from libra_supervisor.events import Event, StopRequested
-from libra_supervisor.gateway.gateway import Gateway, GatewayOptions
 from libra_supervisor.gateway.waiting import WaitingRoom
 from libra_supervisor.inbox import Inbox
-from libra_supervisor.instances.client import MODEL_NAME
-from libra_supervisor.loop.execute import Executor, Ports, Terms
+from libra_supervisor.loop.commands import Command
+from libra_supervisor.loop.execute import Executor, Ports
 from libra_supervisor.loop.run import run_loop, tick
 from libra_supervisor.notify import Notifier
 from libra_supervisor.process.cgroup import delegated_root
@@ -47,15 +46,11 @@ from libra_supervisor.process.kernel import Linux
 from libra_supervisor.process.logs import LogPolicy, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, Spawner, become_subreaper
 from libra_supervisor.ranks.gang import Gang
-from libra_supervisor.ranks.torchrun import GangSite
 from libra_supervisor.records.writer import RecordsWriter
-from libra_supervisor.rewards.pool import RewardPool
-from libra_supervisor.rewards.worker import RewardSettings, running_worker
-from libra_supervisor.rollouts.client import GenerationSettings
-from libra_supervisor.rollouts.runner import RolloutRunner, RunnerParts
 
 LOOPBACK: Final = "127.0.0.1"
 SHOW_PERIOD_S: Final = 0.5
+NOTICE_PERIOD_S: Final = 1.0
 NOTIFY_PERIOD_S: Final = 5.0
 START_EXTENSION_S: Final = 60.0
 
@@ -100,7 +95,7 @@ async def _supervised(launch: Launch, prompts: Prompts, run_id: RunId, display: 
 
 
 class Run:
-    """Every part of one run, built and joined."""
+    """Every part of one run, joined."""
 
     def __init__(self, launch: Launch, prompts: Prompts, run_id: RunId, display: Display) -> None:
         self._launch = launch
@@ -108,49 +103,61 @@ class Run:
         self._prompts = prompts
         self._run_id = run_id
         self._display = display
-        self._rng = Random(f"{run_id} {clock.wall_ns()}")  # noqa: S311 - jitter and names
-        self._token = read_or_make_token(launch.directory.token)
         self.inbox: Inbox[Event] = Inbox()
         self._control = control_of(launch.config, launch.plan, prompts, run_id)
         self._memory = RunMemory(launch.directory, run_id)
-        self._scheduler = Scheduler(launch.config.heterogeneous_rollout.scheduling)
-        self._room = WaitingRoom(self._scheduler)
+        self._tracer = Tracer(_span_writer(launch, run_id))
+        self._scheduler = Scheduler(
+            launch.config.heterogeneous_rollout.scheduling,
+            kv_capacity_by_tp=kv_capacity_by_tp(launch.config, launch.plan),
+        )
         self._outcome: Outcome | None = None
 
     async def to_end(self, spawner: Spawner) -> Outcome:
-        fleet = self._fleet(spawner)
-        gang = self._gang(spawner)
+        builder = self._builder(spawner)
+        fleet, gang = builder.fleet(self._served_directory), builder.gang()
         operator = self._operator(fleet, gang)
         notifier = Notifier.from_environment(self._launch.environ)
         try:
             async with (
                 fleet,
-                self._serving_api(operator, fleet),
+                builder.gateway(fleet) as gateway,
+                api_server(
+                    operator,
+                    config=self._config.api,
+                    socket_path=self._launch.directory.control_socket,
+                    token=builder.token,
+                    more_tcp_routes=gateway.routes(),
+                ) as port,
                 anyio.create_task_group() as tasks,
             ):
+                if port is not None:
+                    _log.info("api_listens", host=self._config.api.api_host, port=port)
                 tasks.start_soon(self._memory.run)
                 tasks.start_soon(notifier.keep_alive)
                 tasks.start_soon(self._tell_systemd, notifier, operator)
                 tasks.start_soon(self._show, operator)
                 tasks.start_soon(self._hear_signals, fleet, gang)
-                await self._work(spawner, fleet, gang, tasks)
+                await self._work(builder, fleet, gang, tasks)
                 notifier.stopping("ending children")
                 await self._end_children(fleet, gang)
                 tasks.cancel_scope.cancel()
         finally:
+            self._memory.save()
             self._memory.close()
+            self._tracer.close()
         return self._outcome or Outcome(INTERRUPTED, "interrupted")
 
-    async def _work(self, spawner: Spawner, fleet: Fleet, gang: Gang, tasks: TaskGroup) -> None:
+    async def _work(self, builder: Builder, fleet: Fleet, gang: Gang, tasks: TaskGroup) -> None:
         """From the first child to the end of the loop; rollouts and effects end here."""
-        pool = self._reward_pool(spawner)
-        runner = self._runner(fleet, pool)
+        pool = builder.reward_pool()
+        runner = builder.runner(fleet, pool)
         mail = RankMail(gang)
         fleet.start(tasks)
         tasks.start_soon(gang.run)
         async with anyio.create_task_group() as work:
             executor = Executor(
-                self._terms(),
+                builder.terms(),
                 Ports(
                     ranks=mail,
                     engines=fleet,
@@ -162,67 +169,62 @@ class Run:
                 post=self.inbox.post,
                 end=self._end,
             )
-            for task in (pool.run, runner.run, mail.run, self._room.run):
+            for task in (pool.run, runner.run, mail.run, builder.room.run, self._say_notices):
                 work.start_soon(task)
+            if (exchange := builder.load_exchange()) is not None:
+                work.start_soon(exchange.run)
             work.start_soon(tick, self.inbox)
-            await run_loop(self.inbox, self._control, executor.execute, note=self._memory.note)
+            await run_loop(
+                self.inbox,
+                self._control,
+                partial(self._execute, executor),
+                note=self._note,
+            )
             self._scheduler.stop_admitting()
             runner.cancel_all("the run is over")
             await executor.until_written()
             work.cancel_scope.cancel()
 
     async def _end_children(self, fleet: Fleet, gang: Gang) -> None:
+        """End every child; what is still said about them is noted and decides nothing."""
         gang.stop()
         fleet.stop()
-        async with anyio.create_task_group() as waiting:
-            waiting.start_soon(gang.until_down)
-            waiting.start_soon(fleet.until_down)
+        async with anyio.create_task_group() as listening:
+            listening.start_soon(self._note_the_rest)
+            async with anyio.create_task_group() as waiting:
+                waiting.start_soon(gang.until_down)
+                waiting.start_soon(fleet.until_down)
+            listening.cancel_scope.cancel()
+
+    async def _note_the_rest(self) -> None:
+        async for event in self.inbox.events():
+            self._note(event)
+
+    def _note(self, event: Event) -> None:
+        self._memory.note(event)
+        self._tracer.on_event(event)
+
+    def _execute(self, executor: Executor, command: Command) -> None:
+        self._tracer.on_command(command)
+        executor.execute(command)
 
     def _end(self, exit_code: int, reason: str) -> None:
         self._outcome = Outcome(exit_code, reason)
 
-    # Parts
-
-    def _terms(self) -> Terms:
-        return Terms(
+    def _builder(self, spawner: Spawner) -> Builder:
+        given = self._config.api.api_token_file
+        token_file = Path(given) if given else self._launch.directory.token
+        return Builder(
+            launch=self._launch,
+            prompts=self._prompts,
             run_id=self._run_id,
-            directory=self._launch.directory,
-            algorithm=self._config.algorithm,
-            shape=batch_shape(self._config, self._launch.plan),
-            keep_last=self._config.control.keep_last,
-            probe_token_ids=self._prompts.probe_token_ids,
-        )
-
-    def _fleet(self, spawner: Spawner) -> Fleet:
-        launch, base = self._launch, self._config.rollout.rollout_port_base
-        site = FleetSite(
-            run_id=self._run_id,
-            directory=launch.directory,
-            config=self._config,
-            device=launch.device,
-            host=LOOPBACK,
-            token=self._token,
-            env=launch.environ,
-            devices=launch.devices,
-        )
-        engines = [
-            Engine(
-                site,
-                placement,
-                self._scheduler,
-                port=base + index if base else 0,
-                served_directory=self._served_directory,
-                rng=self._rng,
-            )
-            for index, placement in enumerate(launch.plan.instances)
-        ]
-        return Fleet(
-            engines,
-            config=self._config.supervision,
+            token=read_or_make_token(token_file),
+            token_file=token_file,
             spawner=spawner,
-            ack_timeout_s=self._config.weights.rollout_weight_ack_timeout_s,
-            post=self.inbox.post,
-            rng=self._rng,
+            scheduler=self._scheduler,
+            room=WaitingRoom(self._scheduler),
+            inbox=self.inbox,
+            rng=Random(f"{self._run_id} {clock.wall_ns()}"),  # noqa: S311 - jitter and names
         )
 
     def _served_directory(self) -> Path | None:
@@ -232,63 +234,6 @@ class Run:
             return None
         directory = self._launch.directory.weights_of(version)
         return directory if directory.exists() else None
-
-    def _gang(self, spawner: Spawner) -> Gang:
-        launch = self._launch
-        slots = launch.plan.train.slots
-        site = GangSite(
-            run_id=self._run_id,
-            directory=launch.directory,
-            placement=launch.plan.train,
-            device=launch.device,
-            env=dict(launch.environ),
-            visible_devices=tuple(launch.devices[slot] for slot in slots)
-            if launch.device == "cuda"
-            else (),
-        )
-        return Gang(
-            site,
-            spawner=spawner,
-            config=self._config.supervision,
-            choose=CheckpointChooser(launch.directory, self.inbox),
-            post=self.inbox.post,
-            rng=self._rng,
-        )
-
-    def _reward_pool(self, spawner: Spawner) -> RewardPool:
-        data = self._config.data
-        settings = RewardSettings(
-            run_id=self._run_id,
-            run_dir=self._launch.directory.root,
-            reward=data.reward,
-            reward_args=data.reward_args,
-            env=self._launch.environ,
-            cwd=str(Path.cwd()),
-            timeout_s=data.reward_timeout_s,
-            memory_bytes=data.reward_memory_bytes,
-        )
-        start = partial(running_worker, spawner=spawner, settings=settings)
-        return RewardPool(start, num_workers=data.reward_workers or len(cpu_cores()))
-
-    def _runner(self, fleet: Fleet, pool: RewardPool) -> RolloutRunner:
-        rollout, data = self._config.rollout, self._config.data
-        return RolloutRunner(
-            RunnerParts(
-                tasks=self._prompts.dataset,
-                workflow=load_workflow(data.workflow, data.workflow_args),
-                tokenizer=self._prompts.tokenizer,
-                router=EngineRouter(self._room, fleet),
-                scorer=pool,
-                post=self.inbox.post,
-                settings=GenerationSettings(
-                    run_seed=self._config.control.seed,
-                    max_model_len=rollout.max_model_len,
-                    max_new_tokens=rollout.max_new_tokens,
-                    temperature=rollout.temperature,
-                    top_p=rollout.top_p,
-                ),
-            )
-        )
 
     def _operator(self, fleet: Fleet, gang: Gang) -> Operator:
         operator = Operator(
@@ -308,29 +253,6 @@ class Run:
         operator.registry = registry_of(RunCollector(self._control, operator.status))
         return operator
 
-    @asynccontextmanager
-    async def _serving_api(self, operator: Operator, fleet: Fleet) -> AsyncIterator[None]:
-        rollout = self._config.rollout
-        options = GatewayOptions(
-            model_names=(MODEL_NAME,),
-            max_model_len=rollout.max_model_len,
-            chat_default_tokens=rollout.max_new_tokens,
-            queue_deadline_s=self._config.heterogeneous_rollout.scheduling.queue_deadline_s,
-        )
-        async with (
-            Gateway(self._room, fleet.url_or_none, options) as gateway,
-            api_server(
-                operator,
-                config=self._config.api,
-                socket_path=self._launch.directory.control_socket,
-                token=self._token,
-                more_tcp_routes=gateway.routes(),
-            ) as port,
-        ):
-            if port is not None:
-                _log.info("api_listens", host=self._config.api.api_host, port=port)
-            yield
-
     # Tasks at the rim
 
     async def _hear_signals(self, fleet: Fleet, gang: Gang) -> None:
@@ -348,6 +270,13 @@ class Run:
                 code = INTERRUPTED if number == signal.SIGINT else 0
                 await self.inbox.post(StopRequested(name, now=num_heard > 1, exit_code=code))
 
+    async def _say_notices(self) -> None:
+        """Log what the scheduler finds worth saying once."""
+        while True:
+            for notice in self._scheduler.take_notices():
+                _log.warning("scheduler_notice", kind=type(notice).__name__, **asdict(notice))
+            await clock.sleep(NOTICE_PERIOD_S)
+
     async def _show(self, operator: Operator) -> None:
         while True:
             self._display.show(operator.progress())
@@ -362,3 +291,10 @@ class Run:
         while True:
             await clock.sleep(NOTIFY_PERIOD_S)
             notifier.status(plain_line(operator.progress()))
+
+
+def _span_writer(launch: Launch, run_id: RunId) -> SpanWriter:
+    tracing = launch.config.tracing
+    directory = Path(tracing.phase_trace_dir or launch.directory.phase_trace)
+    path = trace_path(directory, -1) if tracing.phase_trace_enabled else None
+    return SpanWriter(path, rank=-1, run_id=run_id, role="control")

@@ -39,15 +39,47 @@ def _add_inspection(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]"
     validate = verbs.add_parser("validate", help="explain a configuration, or all its errors")
     _add_config(validate)
     validate.add_argument("--data", action="store_true", help="read the data and tokenizer too")
+    validate.add_argument(
+        "--for",
+        dest="purpose",
+        choices=("run", "plan"),
+        default="run",
+        help="plan: as plan and simulate take it, without the model, the data and what is not "
+        "built yet (default: run)",
+    )
     _add_json(validate)
     plan = verbs.add_parser("plan", help="show how the devices would be split")
     _add_config(plan)
     _add_json(plan)
+    _add_simulate(verbs)
     doctor = verbs.add_parser("doctor", help="check this machine, with what to do")
     doctor.add_argument("config", type=Path, nargs="?", help="check what this run needs as well")
     _add_overrides(doctor)
     _add_json(doctor)
     verbs.add_parser("schema", help="print the JSON Schema of configuration files")
+
+
+def _add_simulate(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    simulate = verbs.add_parser(
+        "simulate", help="run the planner and the scheduler on a virtual clock"
+    )
+    _add_config(simulate)
+    simulate.add_argument("--steps", type=int, default=12, help="training steps (default: 12)")
+    simulate.add_argument("--seed", type=int, default=1, help="of the lengths (default: 1)")
+    simulate.add_argument(
+        "--trace", type=Path, help="lengths from a JSONL file instead of the planner's prior"
+    )
+    simulate.add_argument(
+        "--growth",
+        type=float,
+        default=0.0,
+        metavar="FRACTION",
+        help="how much longer responses get with every step, e.g. 0.02 (default: 0)",
+    )
+    simulate.add_argument(
+        "--compare", action="store_true", help="the same GPUs used in several ways"
+    )
+    _add_json(simulate)
 
 
 def _add_control(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -58,6 +90,8 @@ def _add_control(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     stop = verbs.add_parser("stop", help="finish the step, save, stop")
     _add_run_dir(stop, "directory of the run (default: the newest in runs/)")
     stop.add_argument("--now", action="store_true", help="do not finish the step")
+    reload = verbs.add_parser("reload", help="load the served weights into every engine once more")
+    _add_run_dir(reload, "directory of the run (default: the newest in runs/)")
     for verb in VERBS_ON_TARGET:
         act = verbs.add_parser(verb, help=f"{verb} one rollout instance")
         act.add_argument("target", help="the instance's name, e.g. vllm-0")

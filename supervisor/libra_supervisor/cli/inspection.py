@@ -6,7 +6,8 @@ from argparse import Namespace
 import msgspec
 
 from libra.config.load import current_environ, load_config
-from libra.planner.plan import configured_plan
+from libra.planner.render import render_plan
+from libra.planner.search import plan as planned
 from libra_supervisor.app.launch import plan_in_words
 from libra_supervisor.doctor import probes
 from libra_supervisor.doctor.checks import check_site
@@ -25,6 +26,7 @@ def validate(options: Namespace) -> int:
         path=options.config,
         overrides=tuple(options.overrides),
         environ=current_environ(),
+        purpose=options.purpose,
         as_json=options.as_json,
     )
     summarize = summarize_dataset if options.data else None
@@ -39,11 +41,11 @@ def schema(_options: Namespace) -> int:
 
 def plan(options: Namespace) -> int:
     loaded = load_config(options.config, options.overrides, current_environ(), purpose="plan")
-    chosen = configured_plan(loaded.config)
+    report = planned(loaded.config)
     if options.as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(chosen)).decode() + "\n")
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
     else:
-        sys.stdout.write(f"{chosen.strategy}: {plan_in_words(chosen)}\n")
+        sys.stdout.write(f"{plan_in_words(report.plan)}\n{render_plan(report)}")
     return 0
 
 
@@ -62,7 +64,7 @@ def doctor(options: Namespace) -> int:
         config = load_config(options.config, options.overrides, environ).config
         device = resolved_device(config.control.device, environ)
         root = RunDirectory(options.config.resolve().parent).root
-        findings = check_site(config, configured_plan(config), device, root)
+        findings = check_site(config, planned(config).plan, device, root)
     if options.as_json:
         sys.stdout.write(msgspec.json.encode(findings).decode() + "\n")
     else:

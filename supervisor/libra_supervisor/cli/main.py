@@ -43,11 +43,11 @@ def _verb_of(options: Namespace) -> Callable[[Namespace], int]:
                 "schema": inspection.schema,
             }
             return verbs[options.verb]
+        case "simulate":
+            from libra_supervisor.cli.simulation import simulate
+
+            return simulate
         case _:
             from libra_supervisor.cli.remote import speak
 
             return speak
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,11 +12,12 @@ from libra_supervisor.app.prompts import open_prompts
 from libra_supervisor.app.run import run_to_end
 from libra_supervisor.display.console import display_on
 from libra_supervisor.run_directory import held
+from libra_supervisor.validate.names import shipped_names
 
 
 def run(options: Namespace) -> int:
     environ = current_environ()
-    loaded = load_config(options.config, options.overrides, environ)
+    loaded = load_config(options.config, options.overrides, environ, shipped=shipped_names())
     for warning in loaded.warnings:
         sys.stderr.write(f"warning: {warning}\n")
     request = RunRequest(

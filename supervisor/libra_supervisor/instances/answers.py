@@ -1,5 +1,7 @@
 """A vLLM completion's JSON -> Completion, checked: nothing is repaired."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from libra.errors import PeerError
@@ -53,6 +55,39 @@ def completion_of(content: bytes, instance_id: InstanceId, *, num_prompt_tokens:
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=0 if details is None else details.cached_tokens or 0,
     )
+
+
+class _PromptLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+
+
+class _ProbeChoice(msgspec.Struct, frozen=True):
+    prompt_logprobs: tuple[dict[str, _PromptLogprob] | None, ...]
+
+
+class _ProbeAnswer(msgspec.Struct, frozen=True):
+    choices: tuple[_ProbeChoice]
+
+
+def prompt_logprobs_of(
+    content: bytes, instance_id: InstanceId, token_ids: Sequence[int]
+) -> tuple[float, ...]:
+    """Logprob of each of `token_ids` but the first, given those before. Raises PeerError."""
+    try:
+        answer = msgspec.json.decode(content, type=_ProbeAnswer)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        raise PeerError(f"{instance_id} gave no prompt logprobs: {exc}") from exc
+    entries = answer.choices[0].prompt_logprobs[1:]
+    found = [
+        None if entry is None else entry.get(str(token_id))
+        for entry, token_id in zip(entries, token_ids[1:], strict=False)
+    ]
+    logprobs = tuple(entry.logprob for entry in found if entry is not None)
+    if len(logprobs) != len(token_ids) - 1:
+        raise PeerError(
+            f"{instance_id} gave {len(logprobs)} prompt logprobs for {len(token_ids)} tokens"
+        )
+    return logprobs
 
 
 def _problem(answer: _Answer, num_prompt_tokens: int) -> str | None:

@@ -13,7 +13,7 @@ from libra.errors import PeerError
 from libra.ids import InstanceId, RequestId
 from libra.rollouts.trajectory import Completion
 from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest, Sampling
-from libra_supervisor.instances.answers import completion_of
+from libra_supervisor.instances.answers import completion_of, prompt_logprobs_of
 from libra_supervisor.instances.transport import Call, CallLimits, InstanceTransport
 
 T = TypeVar("T")
@@ -74,6 +74,28 @@ class InstanceClient:
         )
         content = await self._transport.call(call)
         return completion_of(content, self.instance_id, num_prompt_tokens=len(prompt_token_ids))
+
+    async def prompt_logprobs(
+        self, token_ids: Sequence[int], *, request_id: RequestId
+    ) -> tuple[float, ...]:
+        """Return the logprob of each token but the first, given those before it."""
+        body = {
+            "model": MODEL_NAME,
+            "prompt": list(token_ids),
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+        }
+        call = Call(
+            method="POST",
+            path="/v1/completions",
+            doing=f"scoring {request_id}",
+            limits=self._completion_limits,
+            body=msgspec.json.encode(body),
+            headers={"X-Request-Id": request_id},
+            is_resent_when_stale=True,
+        )
+        return prompt_logprobs_of(await self._transport.call(call), self.instance_id, token_ids)
 
     async def reload(self, request: ReloadRequest, *, timeout_s: float) -> ReloadAck:
         """Ask for a guarded reload and wait for its ACK, which may report a failure.

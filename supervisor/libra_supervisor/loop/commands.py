@@ -15,6 +15,7 @@ from libra_supervisor.records.step import StepRecord
 class PrepareExport(msgspec.Struct, frozen=True, tag=True):
     """Clear the place where `version` is going to be written, then have the ranks write it."""
 
+    attempt: int
     version: PolicyVersion
 
 
@@ -26,19 +27,15 @@ class CheckExport(msgspec.Struct, frozen=True, tag=True):
     manifest_hash: str
 
 
-class TellRanks(msgspec.Struct, frozen=True, tag=True):
-    """The same message to every rank."""
-
-    command: RankCommand
-
-
 class TellRankZero(msgspec.Struct, frozen=True, tag=True):
+    attempt: int
     command: RankCommand
 
 
 class SendBatch(msgspec.Struct, frozen=True, tag=True):
     """Compute advantages and shards in a thread, then send each rank its own."""
 
+    attempt: int
     step: int
     groups: tuple[CompleteGroup, ...]
 
@@ -46,6 +43,7 @@ class SendBatch(msgspec.Struct, frozen=True, tag=True):
 class SaveRun(msgspec.Struct, frozen=True, tag=True):
     """Have the ranks write the checkpoint of `step` together with `rollout_state`."""
 
+    attempt: int
     step: int
     rollout_state: bytes
 
@@ -142,7 +140,6 @@ class EndRun(msgspec.Struct, frozen=True, tag=True):
 Command: TypeAlias = (
     PrepareExport
     | CheckExport
-    | TellRanks
     | TellRankZero
     | SendBatch
     | SaveRun

@@ -100,6 +100,7 @@ class Control:
                 events.StopRequested()
                 | events.DrainRequested()
                 | events.RestartRequested()
+                | events.ReloadRequested()
                 | events.Ticked()
             ):
                 return self._on_outside(event, at)
@@ -214,7 +215,7 @@ class Control:
                 return self.publication.on_ack(ack, at=at)
             case events.ReloadAnswered():
                 return self.publication.on_undelivered(
-                    event.instance_id, event.incarnation, event.error, at=at
+                    event.instance_id, event.incarnation, event.nonce, event.error, at
                 )
             case events.ExportChecked():
                 if event.manifest_hash != self.publication.manifest_hash:
@@ -278,6 +279,7 @@ class Control:
         event: events.StopRequested
         | events.DrainRequested
         | events.RestartRequested
+        | events.ReloadRequested
         | events.Ticked,
         at: Moment,
     ) -> tuple[Command, ...]:
@@ -292,6 +294,8 @@ class Control:
                     commands.Unroute(instance_id, is_draining=True),
                     commands.ReplaceInstance(instance_id, reason),
                 )
+            case events.ReloadRequested():
+                return self.publication.refresh(at)
             case events.Ticked():
                 return (
                     *self.desk.on_tick(now=at.now),
@@ -366,7 +370,7 @@ class Control:
         step = self.cycle.step + 1
         self.book.on_batch_taken(step, groups, trainer_version, at)
         return (
-            commands.SendBatch(step, groups),
+            commands.SendBatch(self.attempt, step, groups),
             *self._follow(self.cycle.on_batch_taken(step), at),
         )
 
@@ -394,7 +398,7 @@ class Control:
                     self.desk.open()
                 case cycle.Save(step):
                     done += self._close_step(at)
-                    done.append(commands.SaveRun(step, self.desk.dump()))
+                    done.append(commands.SaveRun(self.attempt, step, self.desk.dump()))
                 case cycle.Finish(reason):
                     done += self._close_step(at)
                     done.append(commands.EndRun(self.stop_exit_code, reason))

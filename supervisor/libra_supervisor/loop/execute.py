@@ -90,18 +90,16 @@ class Executor:
         """Begin the effect; never waits."""
         ports = self._ports
         match command:
-            case commands.PrepareExport(version):
-                self._start(self._prepare_export, version)
+            case commands.PrepareExport(attempt, version):
+                self._start(self._prepare_export, attempt, version)
             case commands.CheckExport():
                 self._start(self._check_export, command)
-            case commands.TellRanks(message):
-                ports.ranks.tell_all(message)
-            case commands.TellRankZero(message):
-                ports.ranks.tell_rank_zero(message)
-            case commands.SendBatch(step, groups):
-                self._start(self._send_batch, step, groups)
-            case commands.SaveRun(step, rollout_state):
-                self._start(self._save, step, rollout_state)
+            case commands.TellRankZero(attempt, message):
+                ports.ranks.tell_rank_zero(attempt, message)
+            case commands.SendBatch():
+                self._start(self._send_batch, command)
+            case commands.SaveRun():
+                self._start(self._save, command)
             case commands.SendReload():
                 self._start(self._send_reload, command)
             case commands.AskInstance():
@@ -157,16 +155,17 @@ class Executor:
 
     # Weights
 
-    async def _prepare_export(self, version: PolicyVersion) -> None:
+    async def _prepare_export(self, attempt: int, version: PolicyVersion) -> None:
         directory = self._terms.directory.weights_of(version)
         await anyio.to_thread.run_sync(_discard_if_there, directory, limiter=self._files)
         self._ports.ranks.tell_all(
+            attempt,
             ExportWeights(
                 run_id=self._terms.run_id,
                 policy_version=version,
                 directory=str(directory),
                 probe_token_ids=self._terms.probe_token_ids,
-            )
+            ),
         )
 
     async def _check_export(self, command: commands.CheckExport) -> None:
@@ -189,16 +188,22 @@ class Executor:
 
     # Ranks
 
-    async def _send_batch(self, step: int, groups: tuple[CompleteGroup, ...]) -> None:
-        cut = partial(cut_batch, groups, self._terms.algorithm, self._terms.shape)
-        self._ports.ranks.train(step, await anyio.to_thread.run_sync(cut))
+    async def _send_batch(self, command: commands.SendBatch) -> None:
+        cut = partial(cut_batch, command.groups, self._terms.algorithm, self._terms.shape)
+        shards = await anyio.to_thread.run_sync(cut)
+        self._ports.ranks.train(command.attempt, command.step, shards)
 
-    async def _save(self, step: int, rollout_state: bytes) -> None:
-        directory = self._terms.directory.checkpoint_of(step)
+    async def _save(self, command: commands.SaveRun) -> None:
+        directory = self._terms.directory.checkpoint_of(command.step)
         await anyio.to_thread.run_sync(_discard_if_there, directory, limiter=self._files)
         await anyio.to_thread.run_sync(self._retire_checkpoints, limiter=self._files)
         self._ports.ranks.tell_all(
-            SaveCheckpoint(step=step, directory=str(directory), rollout_state=rollout_state)
+            command.attempt,
+            SaveCheckpoint(
+                step=command.step,
+                directory=str(directory),
+                rollout_state=command.rollout_state,
+            ),
         )
 
     def _retire_checkpoints(self) -> None:

@@ -87,7 +87,7 @@ class Publication:
 
     def begin(self, version: PolicyVersion, *, attempt: int) -> tuple[Command, ...]:
         self._attempt = attempt
-        return (PrepareExport(version),)
+        return (PrepareExport(attempt, version),)
 
     def on_exported(self, exported: WeightsExported) -> tuple[Command, ...]:
         self._exported = exported
@@ -114,21 +114,25 @@ class Publication:
             return ()
         return self._start(members, is_catch_up=True, at=at)
 
+    def refresh(self, at: Moment) -> tuple[Command, ...]:
+        """Load the committed version into every engine that answers, once more."""
+        if self._open is not None or self._committed is None or self._exported is None:
+            return (Say("reload_refused", {"why": "a reload is on its way"}, is_warning=True),)
+        members = self._members_in(self._pool.answering_ids)
+        return self._start(members, is_catch_up=True, at=at) if members else ()
+
     def on_ack(self, ack: ReloadAck, *, at: Moment) -> tuple[Command, ...]:
         if self._open is None:
             return (_refused(ack, "no reload batch is open"),)
         return self._apply(self._open.batch.on_ack(ack, now=at.now), at=at)
 
     def on_undelivered(
-        self,
-        instance_id: InstanceId,
-        incarnation: Incarnation,
-        error: str,
-        *,
-        at: Moment,
+        self, instance_id: InstanceId, incarnation: Incarnation, nonce: str, error: str, at: Moment
     ) -> tuple[Command, ...]:
         """The request did not reach the engine, or its answer did not reach us."""
         said = Say("reload_undelivered", {"instance": instance_id, "why": error}, is_warning=True)
+        if self._open is None or self._open.batch.request.nonce != nonce:
+            return (said,)
         return (said, *self.on_lost(instance_id, incarnation, at=at))
 
     def on_lost(
@@ -176,6 +180,7 @@ class Publication:
             nonce=f"{self._attempt}-{self._num_batches}-{at.wall_ns:x}",
             weights_directory=exported.directory,
             manifest_hash=exported.manifest_hash,
+            strategy=self._terms.weights.rollout_weight_reload_strategy,
             pause_mode=self._terms.weights.rollout_weight_pause_mode,
             probe_token_ids=self._terms.probe_token_ids,
             # A gang that went back to an older step publishes a version that is not newer.
@@ -222,7 +227,7 @@ class Publication:
             return ()
         open_batch.acks = acks
         if not open_batch.is_catch_up:
-            return (TellRankZero(JudgeAcks(request, acks)),)
+            return (TellRankZero(self._attempt, JudgeAcks(request, acks)),)
         verdict = judge_acks(
             request,
             acks,

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -270,8 +271,20 @@ def main() -> int:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     listener = socket.socket(fileno=int(sys.argv[1]))
+    path = Path(sys.argv[2])
+    ours = _inode_of(path)
     Relay(listener).run()
+    # Unless a later relay has bound the name anew.
+    if ours is not None and _inode_of(path) == ours:
+        path.unlink(missing_ok=True)
     return 0
+
+
+def _inode_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
 
 
 if __name__ == "__main__":

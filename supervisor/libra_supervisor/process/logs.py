@@ -38,6 +38,7 @@ from libra_supervisor.process.peer import connect, listen
 from libra_supervisor.process.spec import CHILD_TAG, RUN_TAG, without_inherited
 
 RELAY_ID: Final = ChildId("log-relay")
+RELAY: Final = (sys.executable, "-m", "libra_supervisor.process.log_relay")
 SOCKET_NAME: Final = ".log-relay.sock"
 _REPLY_WAIT_S: Final = 2.0
 _END_WAIT_S: Final = 6.0
@@ -160,7 +161,7 @@ class LogRelay:
         }
         with (self._directory / "log-relay.log").open("ab") as output:
             return subprocess.Popen(  # noqa: S603 - our own program
-                [sys.executable, "-m", "libra_supervisor.process.log_relay", str(listener_fd)],
+                [*RELAY, str(listener_fd), str(self._socket_path)],
                 env=env,
                 cwd="/",
                 stdin=subprocess.DEVNULL,

@@ -8,7 +8,7 @@ import msgspec
 
 from libra import clock
 from libra.data.tokenizer import PromptTokenizer
-from libra.errors import DrainingError, LibraError, OverloadedError, PeerError, RefusedError
+from libra.errors import DrainingError, LibraError, PeerError, RefusedError
 from libra.ids import RequestId
 from libra.rollouts.generation import GenerationRequest, completion_error, joined
 from libra.rollouts.group import AdmittedGroup
@@ -140,7 +140,8 @@ class SampleClient:
             seed=seed,
             stop_token_ids=tuple(stop_token_ids),
         )
-        for attempt in range(settings.max_request_attempts):
+        attempt = 0
+        while True:
             request = GenerationRequest(
                 request_id=RequestId(f"{self._name}/t{self._num_turns}.{piece}.{attempt}"),
                 prompt_id=None if attempt else self.group.prompt.prompt_id,
@@ -152,11 +153,11 @@ class SampleClient:
             except DrainingError:
                 raise
             except (PeerError, RefusedError):
-                if attempt + 1 == settings.max_request_attempts:
+                attempt += 1
+                if attempt >= settings.max_request_attempts:
                     raise
             self.num_retries += 1
-            await clock.sleep(settings.retry_delay_s * 2**attempt)
-        raise OverloadedError(f"{self._name} may not be asked for: max_request_attempts is 0")
+            await clock.sleep(settings.retry_delay_s * 2 ** (attempt - 1))
 
     async def _ask(self, request: GenerationRequest) -> Completion:
         idle_timeout_s = self._settings.idle_timeout_s

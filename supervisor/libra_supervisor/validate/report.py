@@ -1,7 +1,7 @@
 """Everything `validate` has to say, as one value that both renderings share."""
 
 from collections.abc import Iterator, Sequence
-from math import floor, isinf
+from math import isinf
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from libra.config.load import LoadedConfig
 from libra.config.problems import Problem
 from libra.config.run import RunConfig
 from libra.config.surface import all_options, value_of
+from libra.data.cursor import visits_of_epochs
 from libra_supervisor.validate.ports import DatasetSummary, RoleMemory
 
 
@@ -94,7 +95,7 @@ def explain(
         max_policy_versions_in_flight=None if isinf(versions) else int(versions),
         max_trajectories_in_flight=bounds.max_trajectories,
         steps_per_epoch=epoch,
-        total_steps=_total_steps(config, epoch),
+        total_steps=_total_steps(config, dataset.rows if dataset else None),
         dataset=dataset,
         memory=tuple(memory),
         warnings=tuple(
@@ -140,10 +141,14 @@ def _layout(config: RunConfig) -> Layout:
     )
 
 
-def _total_steps(config: RunConfig, epoch: float | None) -> int | None:
+def _total_steps(config: RunConfig, rows: int | None) -> int | None:
     limits = [config.control.total_steps]
-    if config.control.epochs is not None and epoch is not None:
-        limits.append(floor(config.control.epochs * epoch))
+    if config.control.epochs is not None and rows is not None:
+        prompts = config.training.batch_size // config.algorithm.n_samples
+        visits = visits_of_epochs(
+            num_prompts=rows, epochs=config.control.epochs, prompts_per_step=prompts
+        )
+        limits.append(visits // prompts)
     known = [limit for limit in limits if limit is not None]
     return min(known) if known else None
 

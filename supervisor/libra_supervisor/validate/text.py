@@ -7,6 +7,7 @@ from libra_supervisor.validate.ports import DatasetSummary, RoleMemory
 from libra_supervisor.validate.report import ConfigReport, Finding
 
 GIB = 2**30
+MIB = 2**20
 EXAMPLE_TOKENS = 64
 """Tokens of the example prompt that are shown from each end."""
 
@@ -44,8 +45,8 @@ def _batch(report: ConfigReport) -> Iterator[str]:
         size = batch.samples_per_rank // batch.micro_batches_per_rank
         ranks = _count(batch.data_parallel_size or 1, "data-parallel rank")
         yield (
-            f"one optimizer step = {ranks} x {batch.samples_per_rank} samples, "
-            f"on each {passes} x {size} samples"
+            f"one optimizer step = {ranks} x {batch.samples_per_rank} samples; "
+            f"a rank takes {passes} x {size} samples"
         )
     if report.steps_per_epoch is None:
         yield f"steps per epoch = rows / {batch.prompts} prompts; --data reads the rows"
@@ -80,19 +81,19 @@ def _devices(report: ConfigReport) -> Iterator[str]:
 def _memory(roles: Iterable[RoleMemory]) -> Iterator[str]:
     for role in roles:
         parts = ", ".join(
-            f"{part} {size / GIB:.2f}" for part, size in role.bytes_by_part.items() if size
+            f"{part} {_size(size)}" for part, size in role.bytes_by_part.items() if size
         )
-        total = sum(role.bytes_by_part.values()) / GIB
-        of = f" of {role.limit_bytes / GIB:.2f}" if role.limit_bytes is not None else ""
-        yield f"{role.role}: {total:.2f}{of} GiB ({parts})"
+        of = f" of {_size(role.limit_bytes)}" if role.limit_bytes is not None else ""
+        yield f"{role.role}: {_size(sum(role.bytes_by_part.values()))}{of} ({parts})"
 
 
 def _dataset(dataset: DatasetSummary | None) -> Iterator[str]:
     if dataset is None:
         return
     yield (
-        f"{dataset.rows} rows, {dataset.skipped_rows} skipped, {dataset.over_long_prompts} "
-        f"over-long; the longest prompt has {dataset.longest_prompt_tokens} tokens"
+        f"{_count(dataset.rows, 'row')}, {dataset.skipped_rows} skipped, "
+        f"{dataset.over_long_prompts} over-long; "
+        f"the longest prompt has {dataset.longest_prompt_tokens} tokens"
     )
     yield f"one prompt, {len(dataset.example_token_ids)} tokens:"
     pairs = [
@@ -115,6 +116,12 @@ def _warnings(warnings: Iterable[Finding]) -> Iterator[str]:
 def _options(report: ConfigReport) -> Iterator[str]:
     for path, option in report.options.items():
         yield f"{path}: {yaml_words(option.value)}  # {option.origin}"
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes < GIB:
+        return f"{num_bytes / MIB:.1f} MiB"
+    return f"{num_bytes / GIB:.2f} GiB"
 
 
 def _count(number: int, noun: str, plural: str = "") -> str:

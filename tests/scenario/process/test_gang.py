@@ -1,20 +1,16 @@
 import os
 import signal
-import sys
-from contextlib import asynccontextmanager
 from pathlib import Path
-from random import Random
 
 import anyio
 import msgspec
 import pytest
 
-from libra.config.supervision import SupervisionConfig
+from gangs import gang_in, of, ready, trained
 from libra.errors import PeerError
-from libra.ids import Rank, SlotId
-from libra.planner.plan import TrainPlacement
+from libra.ids import Rank
 from libra.wire.framing import encode_frame
-from libra.wire.rank import Hello, MiniBatch, Sample, StepTrained, TrainStep
+from libra.wire.rank import Hello, MiniBatch, Sample, TrainStep
 from libra_supervisor.events import (
     ChildExited,
     ChildStarted,
@@ -22,84 +18,11 @@ from libra_supervisor.events import (
     GangGaveUp,
     GangLost,
     GangReady,
-    RankSaid,
 )
 from libra_supervisor.process.peer import connect
-from libra_supervisor.ranks.gang import Gang
-from libra_supervisor.ranks.torchrun import GangSite
-from libra_supervisor.run_directory import RunDirectory
-from processes import CHILDREN, alive, processes_tagged, site, until
+from processes import alive, processes_tagged, site, until
 
 pytestmark = pytest.mark.anyio
-
-
-def config(**changes):
-    values = {
-        "start_timeout_s": 10,
-        "drain_timeout_s": 5,
-        "term_grace_s": 2,
-        "kill_wait_s": 5,
-        "restart_backoff_initial_s": 0.02,
-        "restart_backoff_max_s": 0.05,
-        **changes,
-    }
-    return msgspec.convert(values, SupervisionConfig)
-
-
-@asynccontextmanager
-async def gang_in(place, run_dir, *, misbehaves=None, world_size=2, restores=(), **changes):
-    directory = RunDirectory(run_dir)
-    directory.create()
-    env = {
-        "PATH": os.environ["PATH"],
-        "PYTHONPATH": os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p),
-        "FAKE_RANK": msgspec.json.encode(misbehaves or {}).decode(),
-    }
-    gang_site = GangSite(
-        run_id=place.run_id,
-        directory=directory,
-        placement=TrainPlacement(
-            tp=1, pp=1, cp=1, ep=1, dp=world_size, slots=tuple(map(SlotId, range(world_size)))
-        ),
-        device="cpu",
-        env=env,
-        shutdown_grace_s=1,
-        launcher=(sys.executable, str(CHILDREN / "fake_torchrun.py")),
-        program=(str(CHILDREN / "fake_rank.py"),),
-    )
-
-    async def choose(attempt):
-        return restores[attempt - 1] if attempt <= len(restores) else None
-
-    gang = Gang(
-        gang_site,
-        spawner=place.spawner,
-        config=config(**changes),
-        choose=choose,
-        post=place.post,
-        rng=Random(5),
-    )
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(gang.run)
-        yield gang
-        with anyio.fail_after(15):
-            await gang.until_down()
-
-
-def of(place, kind):
-    return [event for event in place.posted if isinstance(event, kind)]
-
-
-def trained(place, attempt):
-    return sorted(
-        said.event.rank
-        for said in of(place, RankSaid)
-        if said.attempt == attempt and isinstance(said.event, StepTrained)
-    )
-
-
-async def ready(place, num=1):
-    await until(lambda: len(of(place, GangReady)) == num)
 
 
 STEP = TrainStep(1, ())

@@ -279,6 +279,22 @@ async def test_requests_that_waited_for_a_reload_that_failed_are_refused(app, ru
     assert b"token_ids" not in stream.body
 
 
+async def test_the_state_is_told_while_the_engine_is_busy_loading(app, running):
+    async def hang():
+        await anyio.sleep_forever()
+
+    async with running(), anyio.create_task_group() as tasks:
+        app.engine.load_s = 5.0
+        tasks.start_soon(app.reload, 1)
+        while app.engine.pause_mode is None:
+            await clock.sleep(0.01)
+        app.engine.is_paused, asked = hang, app.engine.is_paused
+        with anyio.fail_after(1.0):
+            state = await app.state()
+        app.engine.is_paused = asked
+    assert (state["is_paused"], state["policy_version"]) == (True, 0)
+
+
 @pytest.mark.case("T-B60")
 async def test_reloads_come_one_at_a_time_and_the_wait_is_measured(app, running):
     acks = {}

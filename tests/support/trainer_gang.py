@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +12,14 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from libra.config.load import dump_resolved
+from libra import clock
+from libra.config.load import current_environ, dump_resolved
 from libra.config.run import RunConfig
 from libra.wire.framing import FrameDecoder, encode_frame
 from libra.wire.rank import Heartbeat, Hello, RankCommand, RankEvent, RankFailed
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
+SCRIPTS = REPOSITORY / "tests/system/trainer"
 START_TIMEOUT_S = 120.0
 E = TypeVar("E")
 
@@ -38,9 +39,9 @@ class RankConnection:
 
     def expect(self, kind: type[E], *, timeout_s: float = 60.0) -> E:
         """The next event that is not a heartbeat, which must be a `kind`."""
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.monotonic() + timeout_s
         while not self._events:
-            self._stream.settimeout(max(0.01, deadline - time.monotonic()))
+            self._stream.settimeout(max(0.01, deadline - clock.monotonic()))
             chunk = self._stream.recv(1 << 20)
             assert chunk, f"the rank closed its socket while {kind.__name__} was awaited"
             for frame in self._decoder.feed(chunk):
@@ -131,7 +132,6 @@ def start_torchrun(
         REPOSITORY,
         REPOSITORY / "supervisor",
         REPOSITORY / "tests/support",
-        Path(__file__).parent,
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--max-restarts=0"]
     command += [
@@ -145,7 +145,7 @@ def start_torchrun(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ
+            env=dict(current_environ())
             | {
                 "PYTHONPATH": os.pathsep.join(map(str, paths)),
                 "OMP_NUM_THREADS": "1",
@@ -157,9 +157,8 @@ def start_torchrun(
 
 
 def run_ranks(script: str, num_ranks: int, *arguments: Any, log: Path) -> str:
-    """Run a script of this directory under torchrun to its end; returns its output."""
-    path = Path(__file__).parent / script
-    process = start_torchrun([str(path), *map(str, arguments)], num_ranks, log=log)
+    """Run a script of tests/system/trainer under torchrun to its end; returns its output."""
+    process = start_torchrun([str(SCRIPTS / script), *map(str, arguments)], num_ranks, log=log)
     with stopped_at_exit(process):
         code = process.wait(timeout=180)
     output = log.read_text()

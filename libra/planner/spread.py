@@ -1,0 +1,77 @@
+"""Rollout under a router that does not know how long a response will be.
+
+Every instance then gets requests of every length: a fair sample of the sorted workload, the longest
+included. How large a sample follows from `load_metric`: kv_tokens fills instances in proportion to
+their KV capacity, requests and tokens give each instance as much as the next. The slowest degree
+meets the longest request, so a mix pays only where it uses GPUs that the best degree leaves over:
+each node takes as many instances of one degree as fit, and smaller ones in the rest, or nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from libra.planner.layout import Block, RolloutLayout
+from libra.planner.rollout_cost import InstanceCost, Workload, block_seconds
+
+
+def best_spread(
+    costs: Sequence[InstanceCost],
+    work: Workload,
+    *,
+    num_gpus: int,
+    node_gpus: int,
+    by_capacity: bool,
+) -> RolloutLayout | None:
+    """The fastest layout of at most `num_gpus`; None when no degree fits.
+
+    More GPUs never make it slower by more than a remainder that another degree fills.
+    """
+    layouts = (
+        spread_over(instances, work, by_capacity=by_capacity)
+        for instances in _candidates(costs, num_gpus, node_gpus)
+    )
+    return min(layouts, key=lambda layout: (layout.makespan_s, layout.num_gpus), default=None)
+
+
+def spread_over(
+    instances: Sequence[InstanceCost], work: Workload, *, by_capacity: bool
+) -> RolloutLayout:
+    """Given instances, largest TP first, each with its sample of the requests."""
+    weight_of = {cost.tp: cost.capacity_tokens if by_capacity else 1 for cost in instances}
+    whole = sum(weight_of[cost.tp] for cost in instances)
+    block_of = {
+        cost.tp: _block(cost, work, weight_of[cost.tp] / whole)
+        for cost in {cost.tp: cost for cost in instances}.values()
+    }
+    ordered = sorted(instances, key=lambda cost: -cost.tp)
+    return RolloutLayout(blocks=tuple(block_of[cost.tp] for cost in ordered))
+
+
+def _block(cost: InstanceCost, work: Workload, share: float) -> Block:
+    sample = work.sample(share)
+    return Block(
+        tp=cost.tp,
+        num_requests=len(sample),
+        seconds=block_seconds(cost, sample, 0, len(sample)),
+    )
+
+
+def _candidates(
+    costs: Sequence[InstanceCost], num_gpus: int, node_gpus: int
+) -> Iterator[list[InstanceCost]]:
+    """Instances of one main degree, the rest of each node left idle or filled with smaller ones."""
+    full, rest = divmod(num_gpus, node_gpus)
+    nodes = [node_gpus] * full + ([rest] if rest else [])
+    descending = sorted(costs, key=lambda cost: -cost.tp)
+    for index, main in enumerate(descending):
+        alone = [main] * sum(node // main.tp for node in nodes)
+        filled = [cost for node in nodes for cost in _fill(descending[index:], node)]
+        if alone:
+            yield alone
+        if len(filled) > len(alone):
+            yield filled
+
+
+def _fill(descending: Sequence[InstanceCost], room: int) -> Iterator[InstanceCost]:
+    for cost in descending:
+        count, room = divmod(room, cost.tp)
+        yield from [cost] * count

@@ -1,0 +1,315 @@
+"""One run on virtual time: the real buffer, staleness law and scheduler on a simulated fleet.
+
+Prompts are admitted as staleness allows, groups complete in any order, a batch trains for as long
+as the cost model says for its real lengths, then the weights are exported and every instance
+reloads (libra.simulate.reload). The trainer waits for that, since its rank 0 judges the ACKs.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from libra.config.run import RunConfig
+from libra.data.cursor import PromptRef
+from libra.errors import ConfigError, InvariantError
+from libra.ids import GroupId, InstanceId, PolicyVersion, PromptId, TrajectoryId
+from libra.planner.cost_models import CostModels
+from libra.planner.demand import Demand
+from libra.planner.plan import Plan
+from libra.planner.report import Estimate
+from libra.planner.search import format_tps, train_work
+from libra.planner.train_layout import TrainLayout
+from libra.rollouts.accounts import BufferLimits
+from libra.rollouts.buffer import RolloutBuffer
+from libra.rollouts.group import AdmittedGroup, CompleteGroup
+from libra.rollouts.staleness import staleness
+from libra.rollouts.trajectory import Trajectory
+from libra.simulate.engine import EngineRequest
+from libra.simulate.fleet import Fleet, FleetEvents, FleetShape, LengthBound
+from libra.simulate.lengths import LengthSource
+from libra.simulate.reload import Reload, reload_times
+from libra.simulate.result import SimulationResult, StepRecord, TpUse
+from libra.simulate.timeline import Timeline
+from libra.wire.instance import VersionSpan
+
+_FEWEST_STEPS = 2
+_ASK_AGAIN_S = 1.0
+"""When a request that was turned away is tried again."""
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """What to simulate. `config` has the plan's split written into it."""
+
+    name: str
+    config: RunConfig
+    plan: Plan
+    models: CostModels
+    num_gpus: int
+    estimate: Estimate | None = None
+    """What the planner expected."""
+
+    length_bounds: tuple[LengthBound, ...] = ()
+    """Not empty: a router that knows lengths, instead of the real one."""
+
+    switch_s: float = 0.0
+    """Colocated runs: time to hand the GPUs from rollout to training and back, once per step."""
+
+    @property
+    def layout(self) -> TrainLayout:
+        train = self.plan.train
+        return TrainLayout(
+            tp=train.tp,
+            ep=train.ep,
+            pp=train.pp,
+            cp=train.cp,
+            dp=train.dp,
+            micro_batch_size=self.config.training.micro_batch_size,
+        )
+
+
+def simulate(
+    scenario: Scenario, lengths: LengthSource, *, num_steps: int, seed: int
+) -> SimulationResult:
+    """Run `num_steps` training steps. Equal arguments give equal results.
+
+    Raises ConfigError for fewer than two steps: rates need one to warm up and one to measure.
+    Raises InvariantError when the run stops making progress, which is a bug.
+    """
+    if num_steps < _FEWEST_STEPS:
+        raise ConfigError(f"a simulation needs at least {_FEWEST_STEPS} steps, not {num_steps}")
+    run = _Run(scenario, lengths, num_steps=num_steps, seed=seed)
+    return run.result()
+
+
+class _Run:
+    """The state of one simulated run; it is the only writer of it."""
+
+    def __init__(
+        self, scenario: Scenario, lengths: LengthSource, *, num_steps: int, seed: int
+    ) -> None:
+        config = scenario.config
+        self._scenario, self._lengths, self._seed = scenario, lengths, seed
+        self._rng = np.random.default_rng(seed)
+        self._timeline = Timeline()
+        self._buffer = RolloutBuffer(
+            BufferLimits(
+                n_samples=config.algorithm.n_samples,
+                batch_size=config.training.batch_size,
+                max_concurrent=config.rollout.max_concurrent_rollouts,
+                max_head_offpolicyness=config.rollout.max_head_offpolicyness,
+            )
+        )
+        degrees = {instance.tp for instance in scenario.plan.instances}
+        memory = scenario.models.rollout_memory
+        self._fleet = Fleet(
+            self._timeline,
+            FleetShape(
+                placements=scenario.plan.instances,
+                cost_of={tp: scenario.models.instance.cost(tp) for tp in degrees},
+                kv_capacity_of={tp: memory.kv_capacity_tokens(tp) for tp in degrees},
+                max_new_tokens=config.rollout.max_new_tokens,
+                length_bounds=scenario.length_bounds,
+            ),
+            scheduling=config.heterogeneous_rollout.scheduling,
+            events=FleetEvents(on_finished=self._on_finished, on_refused=self._on_refused),
+        )
+        self._times = reload_times(config, memory, degrees)
+        self._num_steps = num_steps
+        self._num_groups = 0
+        self._num_refused = 0
+        self._trained = PolicyVersion(0)
+        self._served = PolicyVersion(0)
+        self._is_training = False
+        self._idle_since = 0.0
+        self._group_of: dict[TrajectoryId, tuple[AdmittedGroup, int]] = {}
+        self._num_left: dict[GroupId, int] = {}
+        self._num_complete = 0
+        self._waits_for_version = False
+        self._steps: list[StepRecord] = []
+
+    def result(self) -> SimulationResult:
+        self._admit()
+        if not self._timeline.run(until=lambda: len(self._steps) == self._num_steps):
+            raise InvariantError(
+                f"simulated run {self._scenario.name!r} stands still after step {self._trained}: "
+                f"{self._buffer.counts}"
+            )
+        plan = self._scenario.plan
+        bound = self._scenario.config.rollout.max_head_offpolicyness
+        warm_up = min(self._num_steps - 1, 1 + int(min(bound, self._num_steps)))
+        return SimulationResult(
+            name=self._scenario.name,
+            train=str(self._scenario.layout),
+            rollout=format_tps([instance.tp for instance in plan.instances]),
+            num_gpus=self._scenario.num_gpus,
+            seed=self._seed,
+            steps=tuple(self._steps),
+            num_warm_up_steps=max(1, warm_up),
+            uses=self._uses(),
+            num_stale_dropped=self._buffer.dropped_by_reason.get("stale", 0),
+            num_refused=self._num_refused,
+        )
+
+    def _admit(self) -> None:
+        for _ in range(self._buffer.num_admissible(serving_version=self._served)):
+            group = self._buffer.admit_pending() or self._new_group()
+            self._start(group)
+        # The buffer counts by looking at every group, so it is asked again only after something
+        # has changed that kept prompts back: concurrency, or else version and batch.
+        free = self._scenario.config.rollout.max_concurrent_rollouts - len(self._group_of)
+        self._waits_for_version = free >= self._scenario.config.algorithm.n_samples
+
+    def _new_group(self) -> AdmittedGroup:
+        self._num_groups += 1
+        name = PromptId(f"p{self._num_groups}")
+        group = self._buffer.admit(PromptRef(prompt_id=name, row=self._num_groups, epoch=0))
+        if group is None:
+            raise InvariantError(f"the new prompt {name} is quarantined")
+        return group
+
+    def _start(self, group: AdmittedGroup) -> None:
+        self._num_left[group.group_id] = group.n_samples
+        drawn = self._lengths.group(group.prompt.row, step=self._trained, n_samples=group.n_samples)
+        for index, response_tokens in enumerate(drawn.response_tokens):
+            request = EngineRequest(
+                trajectory_id=group.trajectory_id(index),
+                prompt_id=group.prompt.prompt_id,
+                prompt_tokens=drawn.prompt_tokens,
+                response_tokens=response_tokens,
+            )
+            self._group_of[request.trajectory_id] = (group, index)
+            self._buffer.on_started(group.group_id, index, now=self._timeline.now)
+            self._fleet.submit(request)
+
+    def _on_refused(self, request: EngineRequest, _reason: str) -> None:
+        self._num_refused += 1
+        self._timeline.at(self._timeline.now + _ASK_AGAIN_S, lambda: self._fleet.submit(request))
+
+    def _on_finished(self, request: EngineRequest, instance_id: InstanceId) -> None:
+        group, index = self._group_of.pop(request.trajectory_id)
+        self._buffer.on_finished(self._trajectory(group, index, request, instance_id))
+        self._num_left[group.group_id] -= 1
+        if self._num_left[group.group_id]:
+            return
+        del self._num_left[group.group_id]
+        self._num_complete += group.n_samples
+        if not self._waits_for_version:
+            self._admit()
+        self._train_if_possible()
+
+    def _trajectory(
+        self, group: AdmittedGroup, index: int, request: EngineRequest, instance_id: InstanceId
+    ) -> Trajectory:
+        if request.oldest_version is None:
+            raise InvariantError(f"{request.trajectory_id} finished without a first token")
+        return Trajectory(
+            trajectory_id=request.trajectory_id,
+            prompt_id=request.prompt_id,
+            group_id=group.group_id,
+            sample_index=index,
+            # Nobody reads the tokens here; their number stands in the span.
+            token_ids=(),
+            loss_mask=(),
+            rollout_logprobs=(),
+            version_spans=(VersionSpan(request.oldest_version, 0, request.response_tokens),),
+            num_prompt_tokens=request.prompt_tokens,
+            finish_reason="stop",
+            # Two samples in three: hardly any group is flat.
+            reward=float(self._rng.random() < 2 / 3),
+            instance_ids=(instance_id,),
+        )
+
+    def _train_if_possible(self) -> None:
+        if self._is_training or self._num_complete < self._scenario.config.training.batch_size:
+            return
+        batch = self._buffer.take_batch(version=self._trained)
+        # Stale groups left as well.
+        self._num_complete = self._buffer.num_complete
+        if batch is None:
+            self._admit()
+            return
+        self._is_training = True
+        self._admit()
+        started_at = self._timeline.now
+        trajectories = [t for group in batch for t in group.trajectories]
+        demand = Demand(
+            prompt_tokens=tuple(t.num_prompt_tokens for t in trajectories),
+            response_tokens=tuple(t.version_spans[-1].end for t in trajectories),
+            source="simulated batch",
+        )
+        work = train_work(self._scenario.config, demand)
+        took_s = self._scenario.models.train.cost(self._scenario.layout, work).total_s
+        ends_at = started_at + self._scenario.switch_s + took_s
+        record = _record(self._trained, batch, demand, started_at=started_at, ended_at=ends_at)
+        waited_s = started_at - self._idle_since
+        self._timeline.at(
+            ends_at, lambda: self._on_trained(msgspec.structs.replace(record, waited_s=waited_s))
+        )
+
+    def _on_trained(self, record: StepRecord) -> None:
+        self._trained = PolicyVersion(self._trained + 1)
+        weights = self._scenario.config.weights
+        if weights.rollout_weight_sync_mode == "none" or self._trained % weights.sync_interval:
+            self._end_step(record)
+            return
+        reload = Reload(
+            self._timeline,
+            self._fleet,
+            weights=weights,
+            times=self._times,
+            version=self._trained,
+            on_committed=lambda: self._on_committed(record),
+        )
+        self._timeline.at(self._timeline.now + self._times.export_s, reload.start)
+
+    def _on_committed(self, record: StepRecord) -> None:
+        self._served = self._trained
+        self._end_step(record)
+
+    def _end_step(self, record: StepRecord) -> None:
+        now = self._timeline.now
+        self._steps.append(msgspec.structs.replace(record, reloaded_at=now))
+        self._is_training = False
+        self._idle_since = now
+        self._buffer.drop_stale(version=self._trained)
+        self._num_complete = self._buffer.num_complete
+        self._admit()
+        self._train_if_possible()
+
+    def _uses(self) -> tuple[TpUse, ...]:
+        elapsed = self._timeline.now
+        found = []
+        for tp in sorted({instance.tp for instance in self._fleet.instances}, reverse=True):
+            counts = [i.engine.counts() for i in self._fleet.instances if i.tp == tp]
+            found.append(
+                TpUse(
+                    tp=tp,
+                    num_instances=len(counts),
+                    busy_fraction=sum(c.busy_s for c in counts) / len(counts) / elapsed,
+                    num_preemptions=sum(c.num_preemptions for c in counts),
+                )
+            )
+        return tuple(found)
+
+
+def _record(
+    version: PolicyVersion,
+    batch: Sequence[CompleteGroup],
+    demand: Demand,
+    *,
+    started_at: float,
+    ended_at: float,
+) -> StepRecord:
+    ages = [staleness(consumed_at=version, oldest=group.oldest_version) for group in batch]
+    return StepRecord(
+        step=version + 1,
+        started_at=started_at,
+        ended_at=ended_at,
+        reloaded_at=ended_at,
+        waited_s=0.0,
+        num_response_tokens=demand.num_response_tokens,
+        num_trajectories=demand.num_sequences,
+        mean_staleness=sum(ages) / len(ages),
+        max_staleness=max(ages),
+    )

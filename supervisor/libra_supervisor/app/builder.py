@@ -1,0 +1,175 @@
+"""Builds the moving parts of a run: servers, gang, reward workers, runner, gateway."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import msgspec
+
+from libra.ids import RunId
+from libra.scheduling.scheduler import Scheduler
+from libra.workflows.loading import load_workflow
+from libra_supervisor.app.engine import Engine, EngineSite
+from libra_supervisor.app.fleet import Fleet
+from libra_supervisor.app.launch import Launch
+from libra_supervisor.app.parts import batch_shape
+from libra_supervisor.app.prompts import Prompts
+from libra_supervisor.app.rank_mail import CheckpointChooser
+from libra_supervisor.app.routing import EngineRouter
+from libra_supervisor.doctor.devices import cpu_cores
+from libra_supervisor.events import Event
+from libra_supervisor.gateway.gateway import Gateway, GatewayOptions
+from libra_supervisor.gateway.waiting import WaitingRoom
+from libra_supervisor.inbox import Inbox
+from libra_supervisor.instances.client import MODEL_NAME
+from libra_supervisor.loop.execute import Terms
+from libra_supervisor.process.spawn import Spawner
+from libra_supervisor.ranks.gang import Gang
+from libra_supervisor.ranks.torchrun import GangSite
+from libra_supervisor.rewards.pool import RewardPool
+from libra_supervisor.rewards.worker import RewardSettings, running_worker
+from libra_supervisor.rollouts.client import GenerationSettings
+from libra_supervisor.rollouts.runner import RolloutRunner, RunnerParts
+from libra_supervisor.shared_load.directory import SharedDirectory
+from libra_supervisor.shared_load.exchange import LoadExchange
+
+LOOPBACK: Final = "127.0.0.1"
+
+
+class Builder(msgspec.Struct, frozen=True, kw_only=True):
+    """What all parts of one run share. Each method makes one part and starts nothing."""
+
+    launch: Launch
+    prompts: Prompts
+    run_id: RunId
+    token: str
+    token_file: Path
+    spawner: Spawner
+    scheduler: Scheduler
+    room: WaitingRoom
+    inbox: Inbox[Event]
+    rng: Random
+
+    def terms(self) -> Terms:
+        config = self.launch.config
+        return Terms(
+            run_id=self.run_id,
+            directory=self.launch.directory,
+            algorithm=config.algorithm,
+            shape=batch_shape(config, self.launch.plan),
+            keep_last=config.control.keep_last,
+            probe_token_ids=self.prompts.probe_token_ids,
+        )
+
+    def fleet(self, served_directory: Callable[[], Path | None]) -> Fleet:
+        launch, config = self.launch, self.launch.config
+        site = EngineSite(
+            run_id=self.run_id,
+            directory=launch.directory,
+            config=config,
+            device=launch.device,
+            host=LOOPBACK,
+            token=self.token,
+            token_file=self.token_file,
+            env=launch.environ,
+            devices=launch.devices,
+        )
+        base = config.rollout.rollout_port_base
+        engines = [
+            Engine(
+                site,
+                placement,
+                self.scheduler,
+                port=base + index if base else 0,
+                served_directory=served_directory,
+                rng=self.rng,
+            )
+            for index, placement in enumerate(launch.plan.instances)
+        ]
+        return Fleet(
+            engines,
+            config=config.supervision,
+            spawner=self.spawner,
+            weights=config.weights,
+            post=self.inbox.post,
+            rng=self.rng,
+        )
+
+    def gang(self) -> Gang:
+        launch = self.launch
+        on_cuda = launch.device == "cuda"
+        devices = tuple(launch.devices[slot] for slot in launch.plan.train.slots)
+        site = GangSite(
+            run_id=self.run_id,
+            directory=launch.directory,
+            placement=launch.plan.train,
+            device=launch.device,
+            env=dict(launch.environ),
+            visible_devices=devices if on_cuda else (),
+        )
+        return Gang(
+            site,
+            spawner=self.spawner,
+            config=launch.config.supervision,
+            choose=CheckpointChooser(launch.directory, self.inbox),
+            post=self.inbox.post,
+            rng=self.rng,
+        )
+
+    def reward_pool(self) -> RewardPool:
+        data = self.launch.config.data
+        settings = RewardSettings(
+            run_id=self.run_id,
+            run_dir=self.launch.directory.root,
+            reward=data.reward,
+            reward_args=data.reward_args,
+            env=self.launch.environ,
+            cwd=str(Path.cwd()),
+            timeout_s=data.reward_timeout_s,
+            memory_bytes=data.reward_memory_bytes,
+        )
+        start = partial(running_worker, spawner=self.spawner, settings=settings)
+        return RewardPool(start, num_workers=data.reward_workers or len(cpu_cores()))
+
+    def runner(self, fleet: Fleet, pool: RewardPool) -> RolloutRunner:
+        config = self.launch.config
+        return RolloutRunner(
+            RunnerParts(
+                tasks=self.prompts.dataset,
+                workflow=load_workflow(config.data.workflow, config.data.workflow_args),
+                tokenizer=self.prompts.tokenizer,
+                router=EngineRouter(self.room, fleet),
+                scorer=pool,
+                post=self.inbox.post,
+                settings=GenerationSettings(
+                    run_seed=config.control.seed,
+                    max_model_len=config.rollout.max_model_len,
+                    max_new_tokens=config.rollout.max_new_tokens,
+                    temperature=config.rollout.temperature,
+                    top_p=config.rollout.top_p,
+                ),
+            )
+        )
+
+    def load_exchange(self) -> LoadExchange | None:
+        """With the other schedulers of the fleet; None without a shared directory."""
+        scheduling = self.launch.config.heterogeneous_rollout.scheduling
+        if not scheduling.shared_load_dir:
+            return None
+        writer = f"{self.rng.getrandbits(64):016x}"
+        # One supervisor is one scheduler: its run and node name it among all others.
+        rank = f"{self.run_id}-0"
+        files = SharedDirectory(Path(scheduling.shared_load_dir), rank=rank, writer=writer)
+        return LoadExchange(self.scheduler, files, scheduling, rank=rank, writer=writer)
+
+    def gateway(self, fleet: Fleet) -> Gateway:
+        config = self.launch.config
+        options = GatewayOptions(
+            model_names=(MODEL_NAME,),
+            max_model_len=config.rollout.max_model_len,
+            chat_default_tokens=config.rollout.max_new_tokens,
+            queue_deadline_s=config.heterogeneous_rollout.scheduling.queue_deadline_s,
+        )
+        return Gateway(self.room, fleet.url_or_none, options)

@@ -1,0 +1,213 @@
+"""Reading children's logs back: lines with child, stream, rank and time, filtered, followed.
+
+    for line in read_lines(LogQuery(directory=..., child_ids=("vllm-0",), since_ns=...)):
+        print(line.child_id, line.text)
+
+Tags are added here, not when the bytes were written: the stream and the time of a line come from
+the log's index, the rank from the prefix `[rank N]` or torchrun's `[defaultN]:`.
+"""
+
+import re
+from collections.abc import AsyncIterator, Iterator
+from heapq import merge
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from libra import clock
+from libra.ids import ChildId
+from libra_supervisor.process.log_file import INDEX_SUFFIX, RECORD, rotated_name
+from libra_supervisor.process.log_lines import LineSplitter, shown
+from libra_supervisor.process.streams import Stream
+
+_CHUNK_BYTES: Final = 1 << 20
+_POLL_S: Final = 0.25
+_SUFFIX: Final = ".log"
+_RANK: Final = re.compile(r"^\[(?:rank |[a-z]+)(\d+)\]")
+_NOT_CHILDREN: Final = frozenset({"log-relay"})
+
+
+class LogLine(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """One line of one child."""
+
+    at_ns: int
+    """Wall time at which its last byte was read; 0 when the index does not say."""
+
+    child_id: ChildId
+    stream: Stream
+    rank: int | None
+    text: str
+
+
+class LogQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Which lines are wanted; an empty tuple or None wants all."""
+
+    directory: Path
+    """The run's `logs` folder."""
+
+    child_ids: tuple[ChildId, ...] = ()
+    streams: tuple[Stream, ...] = ()
+    rank: int | None = None
+    since_ns: int = 0
+
+    def wants(self, line: LogLine) -> bool:
+        return (
+            line.at_ns >= self.since_ns
+            and (not self.streams or line.stream in self.streams)
+            and (self.rank is None or line.rank == self.rank)
+        )
+
+
+def children_logged(directory: Path) -> tuple[ChildId, ...]:
+    """Children that have a log, sorted by name."""
+    names = (path.name.removesuffix(_SUFFIX) for path in directory.glob(f"*{_SUFFIX}"))
+    return tuple(ChildId(name) for name in sorted(names) if name not in _NOT_CHILDREN)
+
+
+def read_lines(query: LogQuery) -> Iterator[LogLine]:
+    """Lines of all wanted children in order of time, rotated files included."""
+    children = query.child_ids or children_logged(query.directory)
+    sources = (_lines_of(query.directory, child_id) for child_id in children)
+    for line in merge(*sources, key=lambda line: line.at_ns):
+        if query.wants(line):
+            yield line
+
+
+async def follow_lines(query: LogQuery) -> AsyncIterator[LogLine]:
+    """Lines written from now on, until the caller stops; rotations and new children included."""
+    tails = {child_id: _Tail(query.directory, child_id) for child_id in _wanted(query)}
+    while True:
+        for child_id in _wanted(query):
+            if child_id not in tails:
+                tails[child_id] = _Tail(query.directory, child_id, from_start=True)
+            for line in tails[child_id].fresh():
+                if query.wants(line):
+                    yield line
+        await clock.sleep(_POLL_S)
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    offset: int
+    length: int
+    stream: Stream
+    at_ns: int
+
+
+class _Lines:
+    """Turns chunks of one child into lines, stream by stream."""
+
+    def __init__(self, child_id: ChildId) -> None:
+        self._child_id = child_id
+        self._splitters = {stream: LineSplitter() for stream in Stream}
+
+    def feed(self, stream: Stream, at_ns: int, chunk: bytes) -> Iterator[LogLine]:
+        for line in self._splitters[stream].feed(chunk):
+            yield self._tagged(stream, at_ns, line)
+
+    def flush(self, at_ns: int) -> Iterator[LogLine]:
+        for stream, splitter in self._splitters.items():
+            for line in splitter.flush():
+                yield self._tagged(stream, at_ns, line)
+
+    def _tagged(self, stream: Stream, at_ns: int, line: bytes) -> LogLine:
+        text = shown(line)
+        found = _RANK.match(text)
+        rank = int(found[1]) if found is not None else None
+        return LogLine(at_ns=at_ns, child_id=self._child_id, stream=stream, rank=rank, text=text)
+
+
+class _Tail:
+    """Follows the current log of one child from its present end on."""
+
+    def __init__(self, directory: Path, child_id: ChildId, *, from_start: bool = False) -> None:
+        self._path = str(directory / f"{child_id}{_SUFFIX}")
+        self._lines = _Lines(child_id)
+        self._inode, size = _inode_and_size(self._path)
+        self._offset = 0 if from_start else size
+
+    def fresh(self) -> Iterator[LogLine]:
+        inode, size = _inode_and_size(self._path)
+        if inode != self._inode:
+            # Rotated: what was written to the old file since the last look comes first.
+            yield from self._read(rotated_name(self._path, 1))
+            self._inode, self._offset = inode, 0
+        if size > self._offset:
+            yield from self._read(self._path)
+
+    def _read(self, path: str) -> Iterator[LogLine]:
+        for chunk, data in _chunks(path, self._offset):
+            self._offset = chunk.offset + len(data)
+            yield from self._lines.feed(chunk.stream, chunk.at_ns, data)
+
+
+def _wanted(query: LogQuery) -> tuple[ChildId, ...]:
+    return query.child_ids or children_logged(query.directory)
+
+
+def _lines_of(directory: Path, child_id: ChildId) -> Iterator[LogLine]:
+    path = str(directory / f"{child_id}{_SUFFIX}")
+    lines, last_at_ns = _Lines(child_id), 0
+    for rotated in reversed(_existing(path)):
+        for chunk, data in _chunks(rotated, 0):
+            last_at_ns = chunk.at_ns
+            yield from lines.feed(chunk.stream, chunk.at_ns, data)
+    yield from lines.flush(last_at_ns)
+
+
+def _existing(path: str) -> list[str]:
+    """The current file and the rotated ones, the youngest first."""
+    found: list[str] = []
+    while Path(name := rotated_name(path, len(found))).exists():
+        found.append(name)
+    return found
+
+
+def _chunks(path: str, start: int) -> Iterator[tuple[_Chunk, bytes]]:
+    """The file's bytes from `start` on, cut as the index says; gaps count as stdout."""
+    if not Path(path).exists():
+        return
+    with Path(path).open("rb") as file:
+        for chunk in _filled(_index(path), start, _inode_and_size(path)[1]):
+            for offset in range(chunk.offset, chunk.offset + chunk.length, _CHUNK_BYTES):
+                file.seek(offset)
+                wanted = min(_CHUNK_BYTES, chunk.offset + chunk.length - offset)
+                data = file.read(wanted)
+                yield _Chunk(offset, len(data), chunk.stream, chunk.at_ns), data
+
+
+def _index(path: str) -> Iterator[_Chunk]:
+    try:
+        content = Path(path + INDEX_SUFFIX).read_bytes()
+    except FileNotFoundError:
+        return
+    whole = len(content) - len(content) % RECORD.size
+    for offset, length, stream, _, at_ns in RECORD.iter_unpack(content[:whole]):
+        yield _Chunk(offset, length, Stream(stream), at_ns)
+
+
+def _filled(index: Iterator[_Chunk], start: int, end: int) -> Iterator[_Chunk]:
+    """Chunks that cover [start, end) in order, with stand-ins for bytes no record describes."""
+    at_ns = 0
+    for chunk in index:
+        if chunk.offset + chunk.length <= start:
+            at_ns = chunk.at_ns
+            continue
+        if chunk.offset > start:
+            yield _Chunk(start, min(chunk.offset, end) - start, Stream.OUT, at_ns)
+            start = chunk.offset
+        at_ns = chunk.at_ns
+        stop = min(chunk.offset + chunk.length, end)
+        if stop > start:
+            yield _Chunk(start, stop - start, chunk.stream, at_ns)
+            start = stop
+    if start < end:
+        yield _Chunk(start, end - start, Stream.OUT, at_ns)
+
+
+def _inode_and_size(path: str) -> tuple[int, int]:
+    try:
+        found = Path(path).stat()
+    except FileNotFoundError:
+        return 0, 0
+    return found.st_ino, found.st_size

@@ -1,0 +1,66 @@
+"""Training across a save and a restore, under torchrun."""
+
+import msgspec
+
+from trainer_ranks import make_samples, no_beat, run_config, train_step
+
+VOCAB_SIZE = 250
+SAVED_STEP, LAST_STEP = 2, 5
+"""Several steps after the restored one: wrong optimizer state shows only from the second on."""
+
+VARIANTS = {
+    "float32": {},
+    "distributed": {"megatron_use_distributed_optimizer": True},
+    "bfloat16": {"train_dtype": "bfloat16"},
+    "distributed_bfloat16": {
+        "train_dtype": "bfloat16",
+        "megatron_use_distributed_optimizer": True,
+    },
+    "reference": {"kl_coefficient": 0.1},
+}
+BASE = {
+    "micro_batch_size": 4,
+    "lr_schedule": "cosine",
+    "lr_warmup_steps": 2,
+    "lr_decay_steps": 8,
+    "weight_decay": 0.01,
+    "adam_eps": 1e-2,
+}
+
+
+def go_on_all(world, model, directory, action, **layout) -> dict[str, list[dict[str, float]]]:
+    """Train, save in `directory` and go on; or restore from there and go on. Returns metrics."""
+    return {
+        name: go_on(run_config(model, **BASE | layout | options), world, directory / name, action)
+        for name, options in VARIANTS.items()
+    }
+
+
+def go_on(config, world, directory, action) -> list[dict[str, float]]:
+    from libra.trainer.assembly import assemble
+    from libra.trainer.checkpoint import restore_checkpoint, save_checkpoint
+    from libra.wire.rank import SaveCheckpoint
+
+    trainer = assemble(config, world, beat=no_beat)
+    checkpoint = directory / f"step_{SAVED_STEP:06d}"
+    if action == "save":
+        for step in range(1, SAVED_STEP + 1):
+            train(trainer, step)
+        save_checkpoint(
+            trainer,
+            SaveCheckpoint(step=SAVED_STEP, directory=str(checkpoint), rollout_state=b"cursor"),
+        )
+    else:
+        restore_checkpoint(trainer, checkpoint)
+    assert trainer.learner.progress.step == SAVED_STEP
+    return [train(trainer, step) for step in range(SAVED_STEP + 1, LAST_STEP + 1)]
+
+
+def train(trainer, step) -> dict[str, float]:
+    world = trainer.world
+    samples = make_samples(step, 8, VOCAB_SIZE)
+    command = train_step(
+        step, [samples[:4], samples[4:]], dp_rank=world.at.data, dp_size=world.sizes.data
+    )
+    metrics = msgspec.to_builtins(trainer.learner.train(command))
+    return {k: v for k, v in metrics.items() if not k.endswith(("_s", "_bytes"))}

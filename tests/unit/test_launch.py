@@ -1,0 +1,132 @@
+from pathlib import Path
+
+import pytest
+
+from libra.config.environment import Environment
+from libra.config.load import LoadedConfig
+from libra.config.model import ModelConfig
+from libra.config.rollout import HeterogeneousRolloutConfig, RolloutConfig, TpBucket
+from libra.config.run import RunConfig
+from libra.config.run_control import RunControlConfig
+from libra.config.training import TrainingConfig
+from libra.errors import ConfigError, InfeasiblePlanError, SiteError
+from libra.planner.plan import configured_plan
+from libra_supervisor.app.launch import RunRequest, choose_directory, new_run_id, plan_in_words
+from libra_supervisor.doctor.devices import cuda_devices, resolved_device, slot_devices
+from libra_supervisor.run_directory import RunDirectory
+
+
+def config(**sections) -> RunConfig:
+    return RunConfig(model=ModelConfig(model_path="/m"), **sections)
+
+
+def request(run_directory=None, *, is_resume=False, run_name="") -> RunRequest:
+    loaded = LoadedConfig(
+        config=config(control=RunControlConfig(run_name=run_name)),
+        place_of={},
+        warnings=(),
+        sources=(),
+        environment=Environment(),
+    )
+    return RunRequest(
+        loaded=loaded,
+        config_path=Path("configs/mine.yaml"),
+        environ={},
+        run_directory=run_directory,
+        is_resume=is_resume,
+    )
+
+
+def made(root: Path) -> Path:
+    root.mkdir(parents=True)
+    (root / "config.resolved.json").write_text("{}")
+    return root
+
+
+@pytest.fixture
+def working(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_new_run_gets_a_directory_named_after_its_configuration_and_the_time(working):
+    directory = choose_directory(request())
+    assert directory.root.parent == working / "runs"
+    assert directory.root.name.startswith("mine-20")
+    assert choose_directory(request(run_name="other")).root.name.startswith("other-20")
+
+
+def test_resume_without_a_directory_takes_the_newest_run_of_that_configuration(working):
+    made(working / "runs/mine-20260101T000000")
+    newest = made(working / "runs/mine-20260301T000000")
+    made(working / "runs/theirs-20260401T000000")
+    (working / "runs/mine-20260501T000000").mkdir()  # stopped before it wrote anything
+    assert choose_directory(request(is_resume=True)).root == newest
+
+
+def test_resume_with_nothing_to_resume_says_where_it_looked(working):
+    with pytest.raises(ConfigError, match=r"no run of mine in .*/runs"):
+        choose_directory(request(is_resume=True))
+
+
+def test_a_directory_with_a_run_in_it_is_not_overwritten(working):
+    used = made(working / "used")
+    with pytest.raises(ConfigError, match="--resume"):
+        choose_directory(request(used))
+    assert choose_directory(request(used, is_resume=True)).root == used
+
+
+def test_resume_into_an_empty_directory_is_a_new_run_as_systemd_starts_it(working):
+    assert choose_directory(request(working / "fresh", is_resume=True)).root == working / "fresh"
+
+
+def test_run_ids_of_one_directory_differ():
+    directory = RunDirectory(Path("/runs/mine-1"))
+    assert new_run_id(directory) != new_run_id(directory)
+
+
+def test_the_configured_plan_puts_rollout_first_and_training_after_it():
+    plan = configured_plan(
+        config(
+            training=TrainingConfig(train_gpus=4, train_tp_size=2),
+            rollout=RolloutConfig(rollout_gpus=4),
+            heterogeneous_rollout=HeterogeneousRolloutConfig(
+                instances=[TpBucket(tp=1, count=2), TpBucket(tp=2, count=1)]
+            ),
+        )
+    )
+    assert [i.slots for i in plan.instances] == [(0,), (1,), (2, 3)]
+    assert plan.train.slots == (4, 5, 6, 7)
+    assert plan_in_words(plan) == (
+        "train 4 GPUs (TP 2, PP 1, CP 1, DP 2), rollout 4 GPUs (2 x TP 1, 1 x TP 2)"
+    )
+
+
+def test_buckets_that_do_not_add_up_have_no_plan():
+    wrong = config(
+        rollout=RolloutConfig(rollout_gpus=3),
+        heterogeneous_rollout=HeterogeneousRolloutConfig(instances=[TpBucket(tp=2, count=1)]),
+    )
+    with pytest.raises(InfeasiblePlanError, match="use 2 GPUs, rollout_gpus is 3"):
+        configured_plan(wrong)
+
+
+def test_cuda_devices_are_those_that_are_visible():
+    assert cuda_devices({"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}) == ("GPU-a", "GPU-b")
+    assert cuda_devices({"CUDA_VISIBLE_DEVICES": ""}) == ()
+
+
+def test_auto_takes_what_is_there_and_cuda_without_a_device_is_refused():
+    assert resolved_device("auto", {"CUDA_VISIBLE_DEVICES": "0"}) == "cuda"
+    assert resolved_device("auto", {"CUDA_VISIBLE_DEVICES": ""}) == "cpu"
+    with pytest.raises(SiteError, match="no NVIDIA device is visible"):
+        resolved_device("cuda", {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_slots_share_cores_on_cpu_and_never_share_a_gpu():
+    shared = slot_devices("cpu", num_slots=1000, environ={})
+    assert len(shared) == 1000
+    two = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert slot_devices("cuda", num_slots=2, environ=two) == ("0", "1")
+    with pytest.raises(SiteError, match="uses 3 GPUs and 2 are visible"):
+        slot_devices("cuda", num_slots=3, environ=two)

@@ -1,0 +1,80 @@
+import json
+
+import msgspec
+import pytest
+
+from control_world import METRICS, trajectory
+from libra.ids import PolicyVersion, PromptId
+from libra.rollouts.group import AdmittedGroup, CompleteGroup, PromptRef
+from libra_supervisor.loop.moment import Moment
+from libra_supervisor.loop.step_book import StepBook
+from libra_supervisor.records.writer import RecordsWriter, append_line
+from libra_supervisor.run_directory import RunDirectory
+
+
+def group(row: int, rewards) -> CompleteGroup:
+    admitted = AdmittedGroup(PromptRef(PromptId(f"p{row}"), row, 0), 0, len(rewards))
+    made = [trajectory(admitted, i, PolicyVersion(4), r) for i, r in enumerate(rewards)]
+    return CompleteGroup(admitted, tuple(made))
+
+
+def at(now: float) -> Moment:
+    return Moment(now, int(now * 1e9))
+
+
+def closed_step(book: StepBook):
+    book.on_collect(at(10.0))
+    book.on_batch_taken(6, (group(0, (1.0, 0.0)), group(1, (1.0, 1.0))), PolicyVersion(5), at(12.0))
+    book.on_trained(METRICS, at(13.0))
+    book.on_exported(0.25)
+    book.on_reload_begun(at(13.5))
+    book.on_reloaded(at(14.0))
+    return book.close(attempt=2, num_dropped={"stale": 8}, at=at(14.0))
+
+
+def test_a_step_s_line_has_the_batch_the_update_and_where_the_time_went():
+    (command,) = closed_step(StepBook())
+    record = command.record
+    assert (record.step, record.policy_version, record.attempt) == (6, 6, 2)
+    assert (record.reward_mean, record.frac_zero_std) == (0.75, 0.5)
+    assert (record.staleness_mean, record.staleness_max) == (1.0, 1)
+    assert (record.rollout_wait_s, record.export_s, record.reload_s) == (2.0, 0.25, 0.5)
+    assert record.step_s == 4.0
+    # Two sampled tokens in each of four trajectories, over four seconds.
+    assert record.tokens_per_s == 2.0
+    assert record.num_dropped == {"stale": 8}
+
+
+def test_a_step_is_written_once_and_one_whose_gang_was_lost_never():
+    book = StepBook()
+    closed_step(book)
+    assert book.close(attempt=2, num_dropped={}, at=at(15.0)) == ()
+    book.on_collect(at(20.0))
+    book.on_batch_taken(7, (group(0, (1.0, 0.0)),), PolicyVersion(6), at(21.0))
+    book.discard()
+    assert book.close(attempt=3, num_dropped={}, at=at(22.0)) == ()
+    assert book.num_closed == 1
+
+
+def test_trajectories_and_metrics_of_a_step_are_lines_that_programs_can_read(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.create()
+    (command,) = closed_step(StepBook())
+    RecordsWriter(directory).write_step(command.record, command.groups)
+    (line,) = directory.metrics.read_text().splitlines()
+    assert json.loads(line)["step"] == 6
+    written = [json.loads(x) for x in directory.trajectories_of(6).read_text().splitlines()]
+    assert [t["reward"] for t in written] == [1.0, 0.0, 1.0, 1.0]
+    assert written[0]["version_spans"] == [[4, 1, 3]]
+    assert written[0]["oldest_version"] == 4
+
+
+def test_a_line_torn_by_a_crash_does_not_swallow_the_next_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "rew')
+    append_line(path, b'{"step": 2}')
+    lines = path.read_bytes().splitlines()
+    assert lines[-1] == b'{"step": 2}'
+    assert lines[1] == b'{"step": 2, "rew'
+    with pytest.raises(msgspec.DecodeError):
+        msgspec.json.decode(lines[1])

@@ -1,0 +1,183 @@
+import signal
+import sys
+from math import inf, nan
+from random import Random
+
+import numpy as np
+import pytest
+
+from libra.errors import ConfigError, SiteError
+from libra.rewards.case import RewardCase
+from libra.rewards.character_class import character_class
+from libra.rewards.coercion import RewardFailed, coerced
+from libra.rewards.exact_match import exact_match, number_match
+from libra.rewards.loading import check_reward_name, load_reward
+from libra.rewards.messages import Scored
+from libra.rewards.worker import score
+
+
+def case(response_text, answer):
+    return RewardCase(
+        prompt_id="row-0",
+        prompt_text="",
+        response_text=response_text,
+        answer=answer,
+        extras={},
+        finish_reason="stop",
+        num_response_tokens=1,
+        num_turns=1,
+    )
+
+
+class Tensor:
+    """What torch and jax arrays have in common."""
+
+    def __init__(self, *values):
+        self.values = values
+
+    def item(self):
+        if len(self.values) != 1:
+            raise RuntimeError("only one element tensors can be converted")
+        return self.values[0]
+
+
+@pytest.mark.case("T-B13")
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (0.5, 0.5),
+        (2, 2.0),
+        (True, 1.0),
+        (False, 0.0),
+        ("0.5", 0.5),
+        (np.float32(0.25), 0.25),
+        (np.int64(3), 3.0),
+        (np.bool_(True), 1.0),
+        (np.array([0.5]), 0.5),
+        (Tensor(0.75), 0.75),
+    ],
+)
+def test_what_stands_for_a_number_is_that_number(value, number):
+    result = coerced(value)
+    assert (result, type(result)) == (number, float)
+
+
+@pytest.mark.case("T-B13")
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (None, "returned None"),
+        (nan, "returned nan"),
+        (-inf, "returned -inf"),
+        ("inf", "returned inf"),
+        ("yes", "returned 'yes', not a number"),
+        (10**400, "returned 1000"),
+        (np.float64("nan"), "returned nan"),
+        (Tensor(nan), "returned nan"),
+        (Tensor(1.0, 2.0), "returned a Tensor: only one element"),
+        (np.array([1.0, 2.0]), "returned a ndarray"),
+        ({"score": 1}, "returned a dict, not a number"),
+        ([1.0], "returned a list, not a number"),
+    ],
+)
+def test_what_is_no_finite_number_is_a_failure_with_its_reason(value, reason):
+    result = coerced(value)
+    assert isinstance(result, RewardFailed)
+    assert result.reason.startswith(reason)
+
+
+def test_exact_match_compares_what_is_left_without_spaces_around():
+    assert exact_match(case(" 12\n", 12)) == 1.0
+    assert exact_match(case("12.", "12")) == 0.0
+    assert exact_match(case("Yes", "yes")) == 0.0
+    assert exact_match(case("Yes", "yes"), ignore_case=True) == 1.0
+
+
+def test_exact_match_can_look_for_the_last_answer_in_a_longer_text():
+    text = "first #### 3\nno, #### 4"
+    assert exact_match(case(text, "4"), pattern=r"#### (.+)") == 1.0
+    assert exact_match(case(text, "3"), pattern=r"#### (.+)") == 0.0
+    assert exact_match(case("4", "4"), pattern=r"#### (.+)") == 0.0
+
+
+def test_number_match_takes_the_last_number_as_a_number():
+    assert number_match(case("1 + 1 makes 2.0!", "2")) == 1.0
+    assert number_match(case("it is 1,234", 1234)) == 1.0
+    assert number_match(case("-3", "3")) == 0.0
+    assert number_match(case("none", "3")) == 0.0
+    with pytest.raises(ValueError, match="x"):
+        number_match(case("3", "x"))
+
+
+def test_character_class_pays_for_the_wanted_number_of_characters_of_the_class():
+    assert character_class(case("12345678", "digits")) == 1.0
+    assert character_class(case("1234", "digits")) == 0.5
+    assert character_class(case("1234abcd", "digits")) == 0.5
+    assert character_class(case("12345678" * 2, "digits")) == 0.5
+    assert character_class(case("", "digits")) == 0.0
+    assert character_class(case("AB", "capitals"), length=2) == 1.0
+    assert character_class(case("ab", "letters"), length=2) == 1.0
+    assert character_class(case("+-", "symbols"), length=2) == 1.0
+    with pytest.raises(ValueError, match="'vowels' is none of digits, capitals"):
+        character_class(case("", "vowels"))
+
+
+def test_random_characters_score_under_0_3_on_average():
+    rng = Random(0)
+    text = ["".join(chr(rng.randrange(33, 127)) for _ in range(8)) for _ in range(2000)]
+    names = ("digits", "capitals", "letters", "symbols")
+    scores = [character_class(case(t, name)) for t in text for name in names]
+    assert 0.2 < sum(scores) / len(scores) < 0.3
+
+
+@pytest.mark.case("T-B76")
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda c: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda c: sys.exit(2), "called sys.exit(2)"),
+        (lambda c: signal.raise_signal(signal.SIGINT), "KeyboardInterrupt"),
+        (lambda c: "x" * 10**6, "returned 'xxx"),
+        (lambda c: object(), "returned a object, not a number"),
+    ],
+)
+def test_whatever_a_reward_raises_or_returns_becomes_a_short_reason(function, reason):
+    result = score(function, case("", ""))
+    assert isinstance(result, RewardFailed)
+    assert result.reason.startswith(reason)
+    assert len(result.reason) <= 500
+
+
+def test_a_reward_is_found_by_name_with_its_arguments():
+    reward = load_reward("character_class", {"length": 2})
+    assert score(reward, case("12", "digits")) == Scored(1.0)
+    reward = load_reward("hostile_rewards:length", {})
+    assert score(reward, case("123", None)) == Scored(3.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("exact", {}, "no 'exact'; use one of exact_match"),
+        ("exact_match", {"patern": "x"}, "reward_args: exact_match.*patern"),
+        ("no_such_module_:f", {}, "importing no_such_module_ failed: ModuleNotFoundError"),
+        ("json:nothing", {}, "module json has no function nothing"),
+        ("json:", {}, "not of the form module:function"),
+        ("anyio:sleep", {}, "anyio:sleep is an `async def`"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_a_configuration_error(name, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        load_reward(name, arguments)
+
+
+def test_a_name_can_be_checked_without_importing_user_code():
+    check_reward_name("no_such_module_:f")
+    with pytest.raises(ConfigError, match="no 'exact'"):
+        check_reward_name("exact")
+
+
+def test_the_math_reward_names_the_extra_it_needs(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
+    with pytest.raises(SiteError, match=r"pip install 'libra-rl\[math\]'"):
+        load_reward("math", {})(case("1", "1"))
