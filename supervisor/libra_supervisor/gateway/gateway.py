@@ -116,17 +116,16 @@ class Gateway:
 
     async def _answer(self, request: web.Request, route: Route, body: bytes) -> web.StreamResponse:
         wanted = self._route_request(request, route, body)
-        num_unreachable = 0
-        while True:
+
+        async def relay(placement: Placement) -> web.StreamResponse:
+            return await self._relay(request, route, body, placement)
+
+        for _ in range(MAX_UNREACHABLE - 1):
             try:
-                async with self._room.place(wanted) as placement:
-                    return await self._relay(request, route, body, placement)
-            except SaturatedError:
-                continue  # no engine took it: place it again, or wait until the deadline
+                return await self._room.serve(wanted, relay)
             except UnreachableError:
-                num_unreachable += 1
-                if num_unreachable == MAX_UNREACHABLE:
-                    raise
+                continue  # no engine has seen it
+        return await self._room.serve(wanted, relay)
 
     def _route_request(self, request: web.Request, route: Route, body: bytes) -> RouteRequest:
         question = read_question(body, route, chat_default_tokens=self._options.chat_default_tokens)

@@ -3,8 +3,8 @@ import pytest
 
 from real_servers import RealServer, RunFiles
 
-TIGHT_BLOCKS = 24
-"""KV blocks of the tight server: 768 tokens in blocks of 32."""
+TIGHT_BLOCKS = 10
+"""KV blocks of the tight server; vLLM keeps one, so 288 tokens in blocks of 32."""
 
 
 @pytest.fixture(scope="session")
@@ -13,11 +13,15 @@ def anyio_backend():
 
 
 @pytest.fixture(scope="session")
-async def servers(tmp_path_factory, anyio_backend):
-    """`i0` with room to spare and `i1` whose KV cache holds three or four samples."""
-    files = RunFiles(tmp_path_factory.mktemp("gateway"))
+def files(tmp_path_factory):
+    return RunFiles(tmp_path_factory.mktemp("gateway"))
+
+
+@pytest.fixture(scope="session")
+async def servers(files, anyio_backend):
+    """`i0` with room to spare and `i1` whose KV cache holds one or two samples."""
     blocks = ("--block-size", "32", "--num-gpu-blocks-override", str(TIGHT_BLOCKS))
-    tight = (*blocks, "--max-model-len", "512")  # a longest request must fit
+    tight = (*blocks, "--max-model-len", "256")  # a longest request must fit
     wide = RealServer(files, "i0", core=0)
     narrow = RealServer(files, "i1", core=1, extra_args=tight)
     try:
@@ -31,7 +35,6 @@ async def servers(tmp_path_factory, anyio_backend):
 
 
 @pytest.fixture(scope="session")
-def tokenizer(servers, tmp_path_factory):
+def tokenizer(files):
     """Where the model that the servers serve lies, its tokenizer with it."""
-    (base,) = tmp_path_factory.getbasetemp().glob("gateway*/base")
-    return base
+    return files.base
