@@ -427,7 +427,7 @@ async def test_gateway_requests_and_our_own_share_one_ledger():
         assert headers["X-Libra-Instance"] != own.instance_id
 
 
-async def test_many_clients_that_leave_at_once_leave_nothing():
+async def test_many_clients_that_leave_at_once_leave_nothing(caplog):
     async with FakeUpstream() as engine, running_gateway(engine) as gateway:
         engine.token_delay_s, engine.num_tokens = 0.05, 1000
         async with anyio.create_task_group() as tg:
@@ -443,3 +443,4 @@ async def test_many_clients_that_leave_at_once_leave_nothing():
             tg.cancel_scope.cancel()
         await eventually(lambda: engine.num_running == 0)
         await eventually(lambda: gateway.scheduler.num_in_flight() == 0)
+    assert caplog.records == []
