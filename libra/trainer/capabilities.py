@@ -58,9 +58,6 @@ def _layout_problems(architecture: Architecture, sizes: ParallelSizes) -> list[s
         f"{architecture.ffn_size}": architecture.ffn_size % sizes.tensor != 0,
         f"train_pp_size {sizes.pipeline} must divide the model's {architecture.num_layers} "
         "layers": architecture.num_layers % sizes.pipeline != 0,
-        f"train_cp_size {sizes.context}: context parallelism is not built in this version": (
-            sizes.context != 1
-        ),
         f"train_ep_size {sizes.expert}: this model has no experts": sizes.expert != 1,
     }
     return [message for message, applies in checks.items() if applies]

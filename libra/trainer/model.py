@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 
 from libra.config.run import RunConfig
 from libra.trainer.architecture import Architecture
-from libra.trainer.layers import RmsNorm, SdpaAttention
+from libra.trainer.layers import RmsNorm, Rotary, SdpaAttention
 from libra.trainer.rope import inverse_frequencies
 from libra.trainer.tensor_map import padded_vocab_size
 from libra.trainer.world import World
@@ -122,7 +122,7 @@ def build_model(config: RunConfig, architecture: Architecture, world: World) -> 
         share_embeddings_and_output_weights=architecture.has_tied_embeddings,
         position_embedding_type="rope",
     )
-    model.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(world.device)
+    model.rotary_pos_emb = Rotary(inverse_frequencies(architecture).to(world.device))
     model.to(world.device)
     if settings.bf16:
         model = Float16Module(settings, model)

@@ -1,6 +1,6 @@
 """Everything that is checked under one layout, in one start of torchrun, which takes seconds.
 
-check_layout.py TP PP MODELS SAVED OUTPUT PART...
+check_layout.py TP PP CP MODELS SAVED OUTPUT PART...
 Rank 0 writes what the parts return to OUTPUT as JSON. A part that fails raises.
 """
 
@@ -18,8 +18,9 @@ from trainer_ranks import joined_world, run_config
 
 
 def main() -> None:
-    models, saved, output = map(Path, sys.argv[3:6])
-    layout = {"train_tp_size": int(sys.argv[1]), "train_pp_size": int(sys.argv[2])}
+    models, saved, output = map(Path, sys.argv[4:7])
+    sizes = zip(("train_tp_size", "train_pp_size", "train_cp_size"), sys.argv[1:4], strict=True)
+    layout = {name: int(size) for name, size in sizes}
     model = models / "qwen2"
     with joined_world(run_config(model, **layout)) as world:
         parts = {
@@ -27,12 +28,14 @@ def main() -> None:
             "sequence_parallel": lambda: check_kinds(
                 world, models, KINDS, megatron_sequence_parallel=True, **layout
             ),
+            "packed": lambda: check_kinds(world, models, KINDS, layout="packed", **layout),
             "learning": lambda: learn_all(world, model, **layout),
+            "packed_learning": lambda: learn_all(world, model, layout="packed", **layout),
             "guards": lambda: check_guards(world, model),
             "save": lambda: go_on_all(world, model, saved, "save", **layout),
             "restore": lambda: go_on_all(world, model, saved, "restore", **layout),
         }
-        results = {name: parts[name]() for name in sys.argv[6:]}
+        results = {name: parts[name]() for name in sys.argv[7:]}
         if world.at.rank == 0:
             output.write_text(json.dumps(results))
 
