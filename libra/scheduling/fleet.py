@@ -70,9 +70,13 @@ class Fleet:
         self, instance_id: InstanceId, version: PolicyVersion | None, now: float
     ) -> None:
         slot = self._slot_of.get(instance_id)
-        if slot is not None:
-            slot.learn_version(version)
-            self._standing.refresh(slot, now)
+        if slot is None:
+            return
+        before = slot.policy_version
+        slot.learn_version(version)
+        if slot.policy_version != before:
+            slot.feedback.on_reloaded()
+        self._standing.refresh(slot, now)
 
     def set_draining(self, instance_id: InstanceId, is_draining: bool, now: float) -> None:
         slot = self._slot_of.get(instance_id)

@@ -90,7 +90,7 @@ class Scheduler:
             return False
         if num_output_tokens is not None:
             self._expected.on_completed(reservation.category, num_output_tokens)
-        if slot.breaker.is_calm:
+        if slot.breaker.is_calm or slot.is_retired:
             self._standing.on_load_fell(slot, now)
         else:
             self._on_answered(slot, now)

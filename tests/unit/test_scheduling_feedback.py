@@ -167,6 +167,31 @@ def test_requests_pushed_back_to_waiting_count_as_a_preemption_before_the_counte
     assert scheduler.instances(now + 1)[0].is_penalized
 
 
+def test_the_preemptions_of_a_reloads_pause_are_not_held_against_the_instance():
+    scheduler, now = closed_loop(2)
+    seen = {"num_running": 4, "num_waiting": 0, "num_waiting_for_capacity": 0}
+    scheduler.on_snapshot(I0, snapshot(now, num_preemptions=5, **seen), now)
+    during = now + 1
+    scheduler.on_snapshot(I0, snapshot(during, num_preemptions=9, **seen), during)
+    assert scheduler.instances(during)[0].is_penalized
+    scheduler.set_version(I0, 1, during)
+    after = now + 2
+    back = {"num_running": 1, "num_waiting": 3, "num_waiting_for_capacity": 3}
+    scheduler.on_snapshot(I0, snapshot(after, num_preemptions=13, **back), after)
+    assert not scheduler.instances(after)[0].is_penalized
+    later = now + 3
+    scheduler.on_snapshot(I0, snapshot(later, num_preemptions=14, **seen), later)
+    assert scheduler.instances(later)[0].is_penalized
+
+
+def test_the_same_version_told_again_forgives_nothing():
+    scheduler, now = closed_loop(1)
+    for at, counter in ((now, 5), (now + 1, 6)):
+        scheduler.on_snapshot(I0, snapshot(at, num_preemptions=counter), at)
+    scheduler.set_version(I0, 0, now + 1)
+    assert scheduler.instances(now + 1)[0].is_penalized
+
+
 def test_an_engine_that_runs_empty_is_not_thrashing():
     scheduler, now = closed_loop(1)
     for at, running in ((now, 8), (now + 1, 2)):

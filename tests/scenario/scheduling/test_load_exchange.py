@@ -266,3 +266,37 @@ def test_processes_that_share_a_fleet_see_each_other_and_forget_one_that_was_kil
 def num_written(directory):
     files = SharedDirectory(directory, rank="reader", writer="reader").read()
     return sum(entry.num_requests for content in files.values() for entry in content.load)
+
+
+class FailingFiles:
+    """A directory that answers with errors until it is mended."""
+
+    def __init__(self):
+        self.is_broken = True
+
+    def write(self, content):
+        if self.is_broken:
+            raise OSError(28, "No space left on device")
+
+    def read(self):
+        if self.is_broken:
+            raise OSError(116, "Stale file handle")
+        return {}
+
+    def remove(self):
+        pass
+
+
+async def test_a_disk_that_fails_is_said_once_and_so_is_its_return(capsys):
+    scheduler, files = fleet_of(1, now=clock.now()), FailingFiles()
+    exchange = LoadExchange(scheduler, files, scheduling(), rank="0", writer="w")
+    for _ in range(5):
+        place(scheduler, clock.now())
+        await exchange.exchange_once()
+    files.is_broken = False
+    place(scheduler, clock.now())
+    await exchange.exchange_once()
+    said = capsys.readouterr().out
+    assert said.count("shared_load_dir fails") == 1
+    assert said.count("answers again") == 1
+    assert exchange.status().is_disk_answering
