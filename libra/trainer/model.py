@@ -96,13 +96,35 @@ def transformer_config(
         cross_entropy_loss_fusion=False,
         batch_p2p_comm=False,
         **recompute,
+        **_expert_settings(architecture),
     )
+
+
+def _expert_settings(architecture: Architecture) -> dict[str, Any]:
+    if architecture.experts is None:
+        return {}
+    return {
+        "num_moe_experts": architecture.experts.num_experts,
+        "moe_router_topk": architecture.experts.num_per_token,
+        "moe_ffn_hidden_size": architecture.ffn_size,
+        # The softmax before the choice leaves the weights of the chosen as they are; after it,
+        # they sum to 1, which is what dividing them by their sum comes to.
+        "moe_router_pre_softmax": not architecture.experts.has_normalized_weights,
+        # Policy gradients are the only loss: no term pulls the router towards balance.
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_permute_fusion": False,
+    }
 
 
 def build_model(config: RunConfig, architecture: Architecture, world: World) -> Any:
     """Build this rank's part of the model in `train_dtype` on its device, weights not set."""
     settings = transformer_config(config, architecture, world)
-    layer = get_gpt_layer_local_spec(qk_layernorm=architecture.has_qk_norm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=settings.num_moe_experts,
+        qk_layernorm=architecture.has_qk_norm,
+        normalization="RMSNorm",
+    )
     layer.submodules.input_layernorm = RmsNorm
     layer.submodules.pre_mlp_layernorm = RmsNorm
     attention = layer.submodules.self_attention.submodules

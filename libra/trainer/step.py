@@ -152,7 +152,13 @@ class Learner:
         return [self._with_reference(*pair) for pair in zip(shards, prepared, strict=True)]
 
     def _split(self, shard: Sequence[SampleArrays], rows: int) -> list[MicroBatch]:
-        return micro_batches(shard, rows=rows, arrangement=self._arrangement)
+        batches = micro_batches(shard, rows=rows, arrangement=self._arrangement)
+        if self._world.sizes.expert > 1:
+            # Experts are exchanged within a micro-batch: every rank must have as many.
+            most = int(max_over_world(self._world, [float(len(batches))])[0])
+            for _ in range(most - len(batches)):
+                batches += micro_batches([], rows=rows, arrangement=self._arrangement)
+        return batches
 
     def _with_old_logprobs(
         self,

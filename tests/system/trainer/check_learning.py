@@ -44,10 +44,13 @@ SPLITS = {
 }
 
 
-def learn_all(world, model, *, layout=None, **sizes) -> dict[str, list[dict[str, float]]]:
+def learn_all(
+    world, model, *, objectives=tuple(OBJECTIVES), layout=None, **sizes
+) -> dict[str, list[dict[str, float]]]:
     """Metrics of the steps of every scenario; the same on every rank."""
     results = {}
-    for name, objective in OBJECTIVES.items():
+    for name in objectives:
+        objective = OBJECTIVES[name]
         splits = SPLITS if name in {"plain", "gspo"} else {"whole": {}}
         for split, options in splits.items():
             config = run_config(model, **BASE | sizes | objective | options)
