@@ -46,9 +46,7 @@ def main() -> None:
         print(json.dumps(scale(options.steps), indent=2))
         return
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    found = [
-        setting(float(sigma), seeds, options) for sigma in options.sigmas.split(",")
-    ]
+    found = [setting(float(sigma), seeds, options) for sigma in options.sigmas.split(",")]
     print(json.dumps(found, indent=2))
 
 

@@ -15,7 +15,14 @@ from libra_supervisor.process.log_reader import (
     follow_lines,
     read_lines,
 )
-from libra_supervisor.process.log_sink import MAX_PENDING_BYTES, LogSink, LogWriter
+from libra_supervisor.process.log_sink import (
+    MAX_PENDING_BYTES,
+    READ_BYTES,
+    Buffers,
+    Chunk,
+    LogSink,
+    LogWriter,
+)
 from libra_supervisor.process.streams import Stream
 
 CHILD = ChildId("vllm-0")
@@ -177,9 +184,9 @@ class HangingFile(BrokenFile):
 def test_a_hanging_disk_is_noticed_after_a_second_and_a_pausing_reader_is_woken_after_it():
     file, woken = HangingFile(), threading.Event()
     sink = LogSink(CHILD, file, lambda report: None)
-    writer = LogWriter(woken.set)
+    writer = LogWriter(woken.set, Buffers())
     writer.start()
-    writer.put(sink, Stream.OUT, bytes(MAX_PENDING_BYTES))
+    writer.put(sink, Stream.OUT, Chunk(bytearray(MAX_PENDING_BYTES), MAX_PENDING_BYTES))
     assert sink.is_full
     assert not writer.is_stuck
     sink.is_awaited = True
@@ -227,3 +234,17 @@ def test_rotation_that_cannot_rename_raises_and_the_file_stays_usable(tmp_path, 
     file.close()
     assert (tmp_path / "a.log").read_bytes() == b"more"
     assert (tmp_path / "a.log.1").read_bytes() == b"0123456789"
+
+
+def test_a_large_read_travels_in_its_buffer_and_the_buffer_is_used_again():
+    buffers = Buffers()
+    buffer = buffers.take()
+    buffer[:6] = b"abcdef"
+    small, large = Chunk(buffer, 3), Chunk(buffer, READ_BYTES)
+    buffer[0] = ord("x")
+    assert small.data == b"abc"
+    assert bytes(large.data[:3]) == b"xbc"
+    buffers.give_back(small)
+    assert buffers.take() is not buffer
+    buffers.give_back(large)
+    assert buffers.take() is buffer

@@ -7,7 +7,8 @@ from libra.errors import DataError, InvariantError
 from libra.ids import PolicyVersion
 from libra.rollouts.accounts import BufferLimits, in_words
 from libra.rollouts.buffer import BufferState, CancelGroup, QuarantinePrompt, RolloutBuffer
-from trajectories import admitted, complete, prompt, trajectory
+from libra.rollouts.generation import completion_error, joined
+from trajectories import admitted, complete, completion, prompt, trajectory
 
 V0, V1, V2 = PolicyVersion(0), PolicyVersion(1), PolicyVersion(2)
 
@@ -268,6 +269,26 @@ def test_what_only_a_bug_can_do_is_an_invariant_error():
         RolloutBuffer(limits(batch_size=3))
     with pytest.raises(InvariantError, match="groups never fit"):
         RolloutBuffer(limits(max_concurrent=1))
+
+
+def test_signs_of_life_of_what_does_not_run_change_nothing():
+    buffer = RolloutBuffer(limits(lease_s=1.0))
+    group = buffer.admit(prompt(0))
+    buffer.on_progress(group.group_id, 0, now=5.0)
+    buffer.on_progress(admitted(9).group_id, 0, now=5.0)
+    buffer.on_started(admitted(9).group_id, 0, now=5.0)
+    assert buffer.num_late_reports == 1
+    assert buffer.oldest_wait() is None
+    assert buffer.on_tick(now=100.0) == ()
+
+
+def test_a_continuation_must_continue_what_was_answered():
+    first = completion((10, 11), finish_reason="abort", num_prompt_tokens=5)
+    whole = joined(first, completion((12,), version=1, num_prompt_tokens=7))
+    assert (whole.token_ids, whole.num_prompt_tokens) == ((10, 11, 12), 5)
+    assert completion_error(whole) is None
+    with pytest.raises(InvariantError, match="a continuation has 6 prompt tokens, not 5 and 2"):
+        joined(first, completion((12,), num_prompt_tokens=6))
 
 
 def test_drops_are_told_in_words():

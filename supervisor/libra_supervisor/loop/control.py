@@ -398,7 +398,7 @@ class Control:
                     self.desk.open()
                 case cycle.Save(step):
                     done += self._close_step(at)
-                    done.append(commands.SaveRun(self.attempt, step, self.desk.dump()))
+                    done.append(commands.SaveRun(self.attempt, step, self.desk.state()))
                 case cycle.Finish(reason):
                     done += self._close_step(at)
                     done.append(commands.EndRun(self.stop_exit_code, reason))

@@ -36,6 +36,7 @@ from libra_supervisor.events import (
 )
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.commands import Command
+from libra_supervisor.loop.rollout_state import encoded
 from libra_supervisor.ports import Engines, Ranks, Rollouts, Routing
 from libra_supervisor.records.writer import RecordsWriter
 from libra_supervisor.run_directory import RunDirectory
@@ -195,6 +196,7 @@ class Executor:
 
     async def _save(self, command: commands.SaveRun) -> None:
         directory = self._terms.directory.checkpoint_of(command.step)
+        rollout_state = await anyio.to_thread.run_sync(encoded, command.rollout_state)
         await anyio.to_thread.run_sync(_discard_if_there, directory, limiter=self._files)
         await anyio.to_thread.run_sync(self._retire_checkpoints, limiter=self._files)
         self._ports.ranks.tell_all(
@@ -202,7 +204,7 @@ class Executor:
             SaveCheckpoint(
                 step=command.step,
                 directory=str(directory),
-                rollout_state=command.rollout_state,
+                rollout_state=rollout_state,
             ),
         )
 

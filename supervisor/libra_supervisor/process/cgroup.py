@@ -8,10 +8,14 @@ once. Groups are made only where they were delegated: under systemd that is a un
 import os
 import time
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from libra.ids import ChildId
+
+_PREFIX: Final = "libra-"
+_YOUNG_NS: Final = 60_000_000_000
 
 
 class Cgroup(msgspec.Struct, frozen=True):
@@ -54,19 +58,55 @@ class CgroupRoot(msgspec.Struct, frozen=True):
     def make(self, child_id: ChildId) -> Cgroup:
         """Make a fresh group for one start of `child_id`."""
         # The time makes it fresh: a group that still holds an unkillable process stays where it is.
-        path = Path(self.path, f"libra-{child_id}-{time.monotonic_ns():x}")
+        path = Path(self.path, f"{_PREFIX}{child_id}-{time.monotonic_ns():x}")
         path.mkdir()
         return Cgroup(str(path))
 
+    def of_process(self, pid: int) -> Cgroup | None:
+        """The group that an earlier supervisor made for the process; None when there is none."""
+        try:
+            text = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8")
+        except OSError:
+            return None
+        name = Path(_own_group(text) or "/").name
+        path = Path(self.path, name)
+        return Cgroup(str(path)) if name.startswith(_PREFIX) and path.is_dir() else None
+
+    def tidy(self) -> None:
+        """Remove groups that earlier lives left empty; those in use stay.
+
+        A young one may be another supervisor's that has not put its process in yet.
+        """
+        for path in Path(self.path).glob(f"{_PREFIX}*-*"):
+            made_at_ns = _made_at_ns(path.name)
+            if time.monotonic_ns() - made_at_ns > _YOUNG_NS:
+                Cgroup(str(path)).remove()
+
 
 def delegated_root() -> CgroupRoot | None:
-    """Our own group when we may make groups in it, else None."""
+    """Our own group, tidied, when we may make groups in it; else None."""
+    path = own_cgroup()
+    if path is None or not _is_delegated(path) or not _has_kill(path):
+        return None
+    root = CgroupRoot(path)
+    root.tidy()
+    return root
+
+
+def own_cgroup() -> str | None:
+    """The directory of this process's group; None where cgroup v2 is not mounted."""
     mount = _cgroup2_mount(Path("/proc/self/mounts").read_text(encoding="utf-8"))
     relative = _own_group(Path("/proc/self/cgroup").read_text(encoding="utf-8"))
     if mount is None or relative is None:
         return None
-    path = mount + relative.rstrip("/")
-    return CgroupRoot(path) if _is_delegated(path) and _has_kill(path) else None
+    return mount + relative.rstrip("/")
+
+
+def _made_at_ns(name: str) -> int:
+    try:
+        return int(name.rpartition("-")[2], 16)
+    except ValueError:
+        return time.monotonic_ns()  # not one of ours: as young as can be
 
 
 def _cgroup2_mount(mounts: str) -> str | None:
@@ -104,7 +144,7 @@ def _has_delegate_mark(path: str) -> bool:
 
 def _has_kill(path: str) -> bool:
     # The root group has no cgroup.kill, its children do from Linux 5.14 on; so try one.
-    probe = Path(path, f"libra-probe-{os.getpid()}")
+    probe = Path(path, f"{_PREFIX}probe-{time.monotonic_ns():x}")
     try:
         probe.mkdir()
     except OSError:

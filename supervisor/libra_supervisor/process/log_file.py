@@ -30,7 +30,7 @@ class LogFile:
         self._index_fd: int | None = None
         self._size_bytes = 0
 
-    def write(self, stream: Stream, chunk: bytes, *, wall_ns: int) -> int:
+    def write(self, stream: Stream, chunk: bytes | memoryview, *, wall_ns: int) -> int:
         """Append the chunk and return how many of its bytes are in the file.
 
         Fewer than all when the disk filled up half way. Raises OSError when none are.

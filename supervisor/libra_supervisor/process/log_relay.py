@@ -32,14 +32,13 @@ from libra_supervisor.process.log_messages import (
     RelayReport,
     Tail,
 )
-from libra_supervisor.process.log_sink import LogSink, LogWriter
+from libra_supervisor.process.log_sink import Buffers, Chunk, LogSink, LogWriter
 from libra_supervisor.process.peer import peer_uid
 from libra_supervisor.process.streams import Stream
 
 if TYPE_CHECKING:
     from libra.ids import ChildId
 
-READ_BYTES: Final = 256 * 1024
 _MAX_MESSAGE_BYTES: Final = 1 << 20
 _MAX_FDS: Final = 253
 _PAUSED_POLL_S: Final = 0.1
@@ -93,7 +92,9 @@ class Relay:
         self._attach_of: dict[ChildId, Attach] = {}
         self._reports: deque[RelayReport] = deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._writer = LogWriter(self._wake)
+        self._buffers = Buffers()
+        self._buffer = self._buffers.take()
+        self._writer = LogWriter(self._wake, self._buffers)
         self._was_linked = False
 
     def run(self) -> None:
@@ -131,20 +132,25 @@ class Relay:
             self._pause(source)
             return False
         try:
-            chunk = os.read(source.fd, READ_BYTES)
+            num_bytes = os.readv(source.fd, [self._buffer])
         except BlockingIOError:
             return False
         except OSError:
-            chunk = b""
-        if not chunk:
+            num_bytes = 0
+        if num_bytes == 0:
             self._end(source)
             return False
-        source.sink.remember(source.stream, chunk)
+        self._take(source, Chunk(self._buffer, num_bytes))
+        return True
+
+    def _take(self, source: Source, chunk: Chunk) -> None:
+        source.sink.remember(source.stream, chunk.data)
         if source.sink.is_full:
             source.sink.drop(len(chunk), "the disk does not take writes")
-        else:
-            self._writer.put(source.sink, source.stream, chunk)
-        return True
+            return
+        self._writer.put(source.sink, source.stream, chunk)
+        if chunk.is_borrowed:
+            self._buffer = self._buffers.take()
 
     def _pause(self, source: Source) -> None:
         if not source.is_paused:

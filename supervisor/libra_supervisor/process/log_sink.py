@@ -20,9 +20,44 @@ from libra_supervisor.process.streams import Stream
 
 MAX_PENDING_BYTES: Final = 8 * 2**20
 STUCK_AFTER_S: Final = 1.0
-TAIL_BYTES: Final = 128 * 1024
+TAIL_BYTES: Final = 64 * 1024
+READ_BYTES: Final = 256 * 1024
+COPIED_BYTES: Final = 32 * 1024
+"""A read up to this size is copied out of its buffer; a larger one travels inside it."""
+
 _RETRY_AFTER_S: Final = 0.2
 _REPORT_EVERY_S: Final = 10.0
+
+
+class Chunk:
+    """What one read took: bytes of its own, or a part of a buffer that goes back after use."""
+
+    def __init__(self, buffer: bytearray, num_bytes: int) -> None:
+        self.is_borrowed = num_bytes > COPIED_BYTES
+        view = memoryview(buffer)[:num_bytes]
+        self.data = view if self.is_borrowed else bytes(view)
+        self.buffer = buffer
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+class Buffers:
+    """Read buffers that are used again: fresh memory for every read costs half as much CPU more."""
+
+    def __init__(self) -> None:
+        self._free: deque[bytearray] = deque()
+
+    def take(self) -> bytearray:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return bytearray(READ_BYTES)
+
+    def give_back(self, chunk: Chunk) -> None:
+        """For the writer's thread: its last use of the chunk is over."""
+        if chunk.is_borrowed:
+            self._free.append(chunk.buffer)
 
 
 class Tail:
@@ -32,8 +67,8 @@ class Tail:
         self._chunks: deque[bytes] = deque()
         self._num_bytes = 0
 
-    def add(self, chunk: bytes) -> None:
-        self._chunks.append(chunk[-TAIL_BYTES:])
+    def add(self, chunk: bytes | memoryview) -> None:
+        self._chunks.append(bytes(chunk[-TAIL_BYTES:]))
         self._num_bytes += len(self._chunks[-1])
         while self._num_bytes - len(self._chunks[0]) >= TAIL_BYTES:
             self._num_bytes -= len(self._chunks.popleft())
@@ -68,7 +103,7 @@ class LogSink:
         self._retry_at = 0.0
         self._report_at = 0.0
 
-    def remember(self, stream: Stream, chunk: bytes) -> None:
+    def remember(self, stream: Stream, chunk: bytes | memoryview) -> None:
         """Keep the chunk for error reports, whatever becomes of the file."""
         self._tails[stream].add(chunk)
 
@@ -108,7 +143,7 @@ class LogSink:
             self._report_at = now + _REPORT_EVERY_S
             self._report(SinkFailed(self.child_id, reason, dropped_bytes))
 
-    def write(self, stream: Stream, chunk: bytes, wall_ns: int) -> None:
+    def write(self, stream: Stream, chunk: bytes | memoryview, wall_ns: int) -> None:
         try:
             self._write(stream, chunk, wall_ns)
         finally:
@@ -117,7 +152,7 @@ class LogSink:
     def close(self) -> None:
         self._file.reopen()
 
-    def _write(self, stream: Stream, chunk: bytes, wall_ns: int) -> None:
+    def _write(self, stream: Stream, chunk: bytes | memoryview, wall_ns: int) -> None:
         if self._failing is not None and not self._recover(wall_ns):
             self.drop(len(chunk), self._failing or "the log cannot be written")
             return
@@ -158,9 +193,10 @@ class LogSink:
 class LogWriter:
     """The thread that writes for every sink. `wake` is called when a full sink has room again."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], None], buffers: Buffers) -> None:
         self._wake = wake
-        self._queue: SimpleQueue[tuple[LogSink, Stream, bytes, int] | None] = SimpleQueue()
+        self._buffers = buffers
+        self._queue: SimpleQueue[tuple[LogSink, Stream, Chunk, int] | None] = SimpleQueue()
         self._writing_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
 
@@ -173,7 +209,7 @@ class LogWriter:
         since = self._writing_since
         return since is not None and clock.monotonic() - since > STUCK_AFTER_S
 
-    def put(self, sink: LogSink, stream: Stream, chunk: bytes) -> None:
+    def put(self, sink: LogSink, stream: Stream, chunk: Chunk) -> None:
         sink.add_pending(len(chunk))
         self._queue.put((sink, stream, chunk, clock.wall_ns()))
 
@@ -186,8 +222,9 @@ class LogWriter:
         while (item := self._queue.get()) is not None:
             sink, stream, chunk, wall_ns = item
             self._writing_since = clock.monotonic()
-            sink.write(stream, chunk, wall_ns)
+            sink.write(stream, chunk.data, wall_ns)
             self._writing_since = None
+            self._buffers.give_back(chunk)
             # A reader that pauses just now is missed here; it looks again by itself.
             if sink.is_awaited and not sink.is_full:
                 sink.is_awaited = False

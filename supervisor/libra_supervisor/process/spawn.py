@@ -93,11 +93,12 @@ class LinuxSpawner:
         ):
             os.close(pidfd)
             return None
+        cgroup = self._cgroups.of_process(identity.pid) if self._cgroups is not None else None
         return LinuxChild(
             child_id=child_id,
             identity=identity,
             incarnation=incarnation,
-            tree=self._tree(child_id, identity, None),
+            tree=self._tree(child_id, identity, cgroup),
             logs=self._logs,
             pidfd=pidfd,
             is_own=False,
@@ -139,7 +140,10 @@ class LinuxSpawner:
             _close((out_write, err_write, status_write))
         self._logs.attach(spec.child_id, spec.log_path, out_read, err_read)
         try:
-            await _until_program_runs(pidfd, status_read)
+            # Shielded: a process that was started is either returned or reaped. It takes as long
+            # as starting Python does.
+            with anyio.CancelScope(shield=True):
+                await _until_program_runs(pidfd, status_read)
         except OSError:
             self._logs.release(spec.child_id)
             os.close(pidfd)

@@ -143,18 +143,31 @@ class Supervision:
             return True
         self._child = child
         try:
-            over = await self._until_over(child, is_ready=adopted is not None)
+            over = await self._watched(child, is_adopted=adopted is not None)
             return await self._finish(child, over)
         finally:
             self._child = None
 
+    async def _watched(self, child: RunningChild, *, is_adopted: bool) -> Over:
+        """Report the start, wait for the end of this life, make ready for it.
+
+        Cancelled or failing on the way, it ends the tree at once.
+        """
+        try:
+            await self._started(child, is_adopted=is_adopted)
+            over = await self._until_over(child, is_ready=is_adopted)
+            await self._before_end(child, over)
+        except BaseException:
+            with anyio.CancelScope(shield=True):  # bounded by the deadlines of _end
+                self._hurry.set()
+                await self._end(child, self._deadlines.stop, Asked())
+            raise
+        return over
+
     async def _adopt(
         self, identity: ProcessIdentity, incarnation: Incarnation
     ) -> RunningChild | None:
-        child = await self._spawner.adopt(self._child_id, identity, incarnation)
-        if child is not None:
-            await self._started(child, is_adopted=True)
-        return child
+        return await self._spawner.adopt(self._child_id, identity, incarnation)
 
     async def _clear(self) -> None:
         """End what an earlier life left behind: it holds devices, ports and memory."""
@@ -174,9 +187,7 @@ class Supervision:
         self._enter(ChildState.STARTING)
         incarnation = Incarnation(f"{self._child_id}-{self._rng.getrandbits(48):012x}")
         spec = await self._hooks.spec(incarnation)
-        child = await self._spawner.spawn(spec, incarnation)
-        await self._started(child, is_adopted=False)
-        return child
+        return await self._spawner.spawn(spec, incarnation)
 
     async def _started(self, child: RunningChild, *, is_adopted: bool) -> None:
         state = ChildState.READY if is_adopted else ChildState.STARTING
@@ -208,24 +219,18 @@ class Supervision:
     # Watching
 
     async def _until_over(self, child: RunningChild, *, is_ready: bool) -> Over:
-        """Wait until it exited, is stuck, or somebody asked. Ends the tree when cancelled."""
+        """Wait until it exited, is stuck, or somebody asked."""
         outcomes: list[Over] = []
-        try:
-            async with anyio.create_task_group() as tasks:
+        async with anyio.create_task_group() as tasks:
 
-                async def report(wait: Callable[[], Awaitable[Over]]) -> None:
-                    outcomes.append(await wait())
-                    tasks.cancel_scope.cancel()
+            async def report(wait: Callable[[], Awaitable[Over]]) -> None:
+                outcomes.append(await wait())
+                tasks.cancel_scope.cancel()
 
-                tasks.start_soon(report, lambda: self._exited(child))
-                tasks.start_soon(report, lambda: self._stuck(child, is_ready=is_ready))
-                tasks.start_soon(report, self._was_asked)
-                tasks.start_soon(self._observe, child)
-        except BaseException:
-            with anyio.CancelScope(shield=True):  # bounded by the deadlines of _end
-                self._hurry.set()
-                await self._end(child, self._deadlines.stop, Asked())
-            raise
+            tasks.start_soon(report, lambda: self._exited(child))
+            tasks.start_soon(report, lambda: self._stuck(child, is_ready=is_ready))
+            tasks.start_soon(report, self._was_asked)
+            tasks.start_soon(self._observe, child)
         return outcomes[0]
 
     async def _exited(self, child: RunningChild) -> Over:
@@ -265,12 +270,11 @@ class Supervision:
 
     # Ending
 
-    async def _finish(self, child: RunningChild, over: Over) -> bool:
+    async def _before_end(self, child: RunningChild, over: Over) -> None:
         self._enter(ChildState.STOPPING, pid=child.identity.pid, incarnation=child.incarnation)
-        deadlines = self._deadlines.stop
         match over:
             case Exited():
-                deadlines = StopDeadlines(term_grace_s=0, kill_wait_s=deadlines.kill_wait_s)
+                return
             case Stuck(reason):
                 await self._post(
                     ChildSuspected(self._child_id, child.incarnation, reason, clock.now())
@@ -279,6 +283,11 @@ class Supervision:
                     await self._hooks.dump(child)
             case Asked():
                 await self._drain(child)
+
+    async def _finish(self, child: RunningChild, over: Over) -> bool:
+        deadlines = self._deadlines.stop
+        if isinstance(over, Exited):
+            deadlines = StopDeadlines(term_grace_s=0, kill_wait_s=deadlines.kill_wait_s)
         with anyio.CancelScope(shield=True):  # bounded by the deadlines
             end = await self._end(child, deadlines, over)
         if not end.is_gone:

@@ -13,7 +13,7 @@ ancestors, and a pid whose start time is not the one that was seen.
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import anyio
@@ -91,6 +91,8 @@ class Tree:
         # Segments are read while their owners live.
         await self.observe()
         in_grace = deadlines.term_grace_s > 0 and await self._ask(deadlines, hurry or anyio.Event())
+        if deadlines.term_grace_s > 0:
+            await self.observe()
         survivors, num_killed = await self._kill(deadlines.kill_wait_s)
         if self._cgroup is not None and not survivors:
             self._cgroup.remove()
@@ -118,25 +120,12 @@ class Tree:
         return is_gone
 
     async def _kill(self, kill_wait_s: float) -> tuple[tuple[ProcessRow, ...], int]:
-        give_up_at = clock.now() + kill_wait_s
-        killed: set[tuple[int, int]] = set()
-        num_empty, pause_s = 0, _FIRST_PAUSE_S
-        while True:
+        async def look() -> tuple[ProcessRow, ...]:
             if self._cgroup is not None:
                 await self._kernel.kill_cgroup(self._cgroup)
-            rows = await self._look(with_segments=True)
-            num_empty = 0 if rows else num_empty + 1
-            if num_empty == _SWEEPS_TO_BE_SURE:
-                return (), len(killed)
-            if rows and clock.now() >= give_up_at:
-                return rows, len(killed)
-            await self._kernel.signal(rows, signal.SIGKILL)
-            fresh = {(row.pid, row.start_ticks) for row in rows} - killed
-            killed |= fresh
-            # New processes mean that something forks: no pause until a sweep finds only known ones.
-            if not fresh:
-                await clock.sleep(pause_s)
-                pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
+            return await self._look(with_segments=False)
+
+        return await kill_until_gone(self._kernel, look, kill_wait_s=kill_wait_s)
 
     async def _look(self, *, with_segments: bool) -> tuple[ProcessRow, ...]:
         survey = await self._kernel.survey(self._choose, with_segments=with_segments)
@@ -202,6 +191,32 @@ def members(
         found[row.pid] = row
         pending += children.get(row.pid, [])
     return [row for row in found.values() if not row.is_dead]
+
+
+async def kill_until_gone(
+    kernel: Kernel, look: Callable[[], Awaitable[tuple[ProcessRow, ...]]], *, kill_wait_s: float
+) -> tuple[tuple[ProcessRow, ...], int]:
+    """SIGKILL what `look` finds until it finds nothing twice; (survivors, number killed).
+
+    Bounded by `kill_wait_s` and the time of one look.
+    """
+    give_up_at = clock.now() + kill_wait_s
+    killed: set[tuple[int, int]] = set()
+    num_empty, pause_s = 0, _FIRST_PAUSE_S
+    while True:
+        rows = await look()
+        num_empty = 0 if rows else num_empty + 1
+        if num_empty == _SWEEPS_TO_BE_SURE:
+            return (), len(killed)
+        if rows and clock.now() >= give_up_at:
+            return rows, len(killed)
+        await kernel.signal(rows, signal.SIGKILL)
+        fresh = {(row.pid, row.start_ticks) for row in rows} - killed
+        killed |= fresh
+        # New processes mean that something forks: no pause until a look finds only known ones.
+        if not fresh:
+            await clock.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
 
 
 async def leftovers_ended(

@@ -282,3 +282,39 @@ async def test_cancelling_the_supervision_ends_the_tree(tmp_path):
         assert alive([pid]) == []
         ended = await place.spawner.clear(ChildId("child"), 1.0)
         assert ended.num_killed == 0
+
+
+@pytest.mark.parametrize("fails_at", [ChildStarted, ChildReady])
+async def test_an_error_of_those_who_listen_leaves_no_child(tmp_path, fails_at):
+    async with site(tmp_path) as place:
+        hooks = Hooks(place, python("tree.py", "1", "1", "ignore", "setsid"))
+
+        async def fail(event):
+            place.posted.append(event)
+            if isinstance(event, fails_at):
+                raise OSError("the journal is broken")
+
+        place.post = fail
+        with pytest.raises(ExceptionGroup):
+            async with supervised(place, hooks):
+                pass
+        assert alive([of(place, ChildStarted)[0].pid]) == []
+        ended = await place.spawner.clear(ChildId("child"), 1.0)
+        assert ended.num_killed == 0
+
+
+async def test_cancelling_while_it_drains_ends_the_tree(tmp_path):
+    class Slow(Hooks):
+        async def drain(self, child):
+            await anyio.sleep(60)
+
+    async with site(tmp_path) as place:
+        hooks = Slow(place, python("tree.py", "1", "1", "setsid"))
+        async with anyio.create_task_group() as tasks, supervised(place, hooks) as it:
+            await until(lambda: of(place, ChildReady))
+            it.stop()
+            await anyio.sleep(0.3)
+            assert it.status().state is ChildState.STOPPING
+            tasks.cancel_scope.cancel()
+        assert alive([of(place, ChildStarted)[0].pid]) == []
+        assert (await place.spawner.clear(ChildId("child"), 1.0)).num_killed == 0

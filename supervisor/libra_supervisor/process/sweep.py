@@ -1,0 +1,124 @@
+"""Whatever of a run still lives when nothing of it should: found by tag, listed or ended.
+
+`end_run` is for a run whose supervisor is this process or is known to be gone. `list_leftovers`
+only looks: processes of other runs may be another supervisor's, or wait to be adopted.
+
+    python -m libra_supervisor.process.sweep STATE_JSON     after the supervisor's death, in a job
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import anyio
+import msgspec
+
+from libra.ids import ChildId, RunId
+from libra_supervisor.journal import StateFile
+from libra_supervisor.process.identity import ProcessIdentity, ProcessRow, identity_of
+from libra_supervisor.process.kernel import Kernel, Linux, Table, Tag, own_line
+from libra_supervisor.process.logs import RELAY_ID
+from libra_supervisor.process.tree import kill_until_gone
+
+END_WAIT_S: Final = 10.0
+
+
+class Leftover(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that some supervisor of Libra started and that is not below this one."""
+
+    run_id: RunId
+    child_id: ChildId
+    pid: int
+    name: str
+
+
+async def list_leftovers(kernel: Kernel) -> tuple[Leftover, ...]:
+    """Processes with a Libra tag on this machine that do not descend from this process."""
+    found: list[Leftover] = []
+
+    def choose(table: Table, tag_of: Callable[[int], Tag | None]) -> list[ProcessRow]:
+        line = own_line(table)
+        for row in table.values():
+            tag = None if row.is_dead else tag_of(row.pid)
+            if tag is not None and not _is_below(row, table, {os.getpid()}) and row.pid not in line:
+                run_id, child_id = RunId(tag[0]), ChildId(tag[1])
+                found.append(Leftover(run_id=run_id, child_id=child_id, pid=row.pid, name=row.name))
+        return []
+
+    await kernel.survey(choose, with_segments=False)
+    return tuple(sorted(found, key=lambda leftover: (leftover.run_id, leftover.pid)))
+
+
+async def end_run(
+    run_id: RunId,
+    kernel: Kernel,
+    *,
+    kept: frozenset[ProcessIdentity] = frozenset(),
+    kill_wait_s: float = END_WAIT_S,
+) -> tuple[ProcessRow, ...]:
+    """SIGKILL every process of the run but the log relay and `kept` with their descendants.
+
+    Returns what outlived it after `kill_wait_s`; empty when all went well.
+    """
+    kept_keys = {(identity.pid, identity.start_ticks) for identity in kept}
+
+    def choose(table: Table, tag_of: Callable[[int], Tag | None]) -> list[ProcessRow]:
+        kept_pids = {row.pid for row in table.values() if (row.pid, row.start_ticks) in kept_keys}
+        spared = own_line(table) | kept_pids
+        return [
+            row
+            for row in table.values()
+            if not row.is_dead
+            and not _is_below(row, table, spared - own_line(table))
+            and row.pid not in spared
+            and _is_of_run(tag_of(row.pid), run_id)
+        ]
+
+    async def look() -> tuple[ProcessRow, ...]:
+        return (await kernel.survey(choose, with_segments=False)).rows
+
+    survivors, _ = await kill_until_gone(kernel, look, kill_wait_s=kill_wait_s)
+    return survivors
+
+
+def _is_of_run(tag: Tag | None, run_id: RunId) -> bool:
+    return tag is not None and tag[0] == run_id and tag[1] != RELAY_ID
+
+
+def _is_below(row: ProcessRow, table: Table, roots: frozenset[int] | set[int]) -> bool:
+    seen: set[int] = set()
+    while row.pid not in seen:
+        if row.ppid in roots:
+            return True
+        seen.add(row.pid)
+        if (parent := table.get(row.ppid)) is None:
+            return False
+        row = parent
+    return False
+
+
+def main(state_file: Path) -> int:
+    """End what is left of the run of a dead supervisor, the log relay by the end of its inputs."""
+    state = StateFile(state_file).load()
+    if state is None:
+        return 0
+    if (supervisor := identity_of(state.supervisor_pid)) is not None and _is_libra(supervisor.pid):
+        sys.stderr.write(f"libra-supervisor {supervisor.pid} still runs: nothing is swept\n")
+        return 1
+    survivors = anyio.run(end_run, state.run_id, Linux())
+    for row in survivors:
+        sys.stderr.write(f"pid {row.pid} ({row.name}) does not end\n")
+    return 1 if survivors else 0
+
+
+def _is_libra(pid: int) -> bool:
+    try:
+        return b"libra" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

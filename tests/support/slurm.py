@@ -1,0 +1,122 @@
+"""A Slurm of one node, real daemons, in a temporary folder."""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from contextlib import contextmanager
+
+CONFIG = """
+ClusterName=t
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+MpiDefault=none
+KillWait=5
+SchedulerParameters=sched_interval=2,sched_min_interval=100000,batch_sched_delay=1
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
+PartitionName=p Nodes={host} Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class Slurm:
+    """Commands of a running cluster."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+
+    def call(self, *argv, env=None):
+        done = subprocess.run(
+            argv, env={**self.env, **(env or {})}, capture_output=True, text=True, cwd=self.folder
+        )
+        if done.returncode:
+            raise RuntimeError(f"{argv}: {done.stderr}{done.stdout}")
+        return done.stdout
+
+    def job(self, job_id):
+        """The job's fields as `scontrol show job` prints them."""
+        words = self.call("scontrol", "-o", "show", "job", str(job_id)).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+@contextmanager
+def slurm(folder):
+    """Start munged, slurmctld and slurmd; end them by their pids."""
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    host = socket.gethostname().split(".")[0]
+    text = CONFIG.format(host=host, folder=folder, ports=free_ports(2), cpus=os.cpu_count())
+    (folder / "slurm.conf").write_text(text)
+    cluster, daemons = Slurm(folder), []
+    try:
+        daemons.append(start_munge(folder))
+        wait_for((folder / "munge.socket").exists)
+        for argv in (["slurmctld", "-D"], ["slurmd", "-D", "-N", host]):
+            log = (folder / f"{argv[0]}.out").open("wb")
+            daemons.append(subprocess.Popen(argv, env=cluster.env, stdout=log, stderr=log))
+            log.close()
+        wait_for(lambda: "idle" in sinfo(cluster))
+        yield cluster
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            daemon.wait(20)
+
+
+def start_munge(folder):
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    # munged wants a socket folder that others can reach and that is not writable by them.
+    folder.chmod(0o755)
+    argv = ["munged", "--foreground", "--force", f"--key-file={key}"]
+    argv += [f"--socket={folder}/munge.socket", f"--pid-file={folder}/munge.pid"]
+    argv += [f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed"]
+    return subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def sinfo(cluster):
+    try:
+        return cluster.call("sinfo", "-h", "-o", "%t")
+    except RuntimeError:
+        return ""
+
+
+def free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for it in sockets:
+        it.bind(("127.0.0.1", 0))
+    ports = [it.getsockname()[1] for it in sockets]
+    for it in sockets:
+        it.close()
+    return ports
+
+
+def wait_for(condition, *, within_s=60, what="the condition"):
+    deadline = time.monotonic() + within_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not come true within {within_s} s")
+        time.sleep(0.1)
+    return value
+
+
+def installed():
+    return shutil.which("slurmctld") is not None
