@@ -333,6 +333,7 @@ class Control:
     def _proceed(self, at: Moment) -> tuple[Command, ...]:
         return (
             *self._begin_when_ready(at),
+            *self.publication.retry(at),
             *self._finish_publication(at),
             *self.publication.catch_up(at=at),
             *self._take_batch(at),
