@@ -60,6 +60,9 @@ class Control:
         self.publication = publication
         self.book = StepBook()
         self.attempt = 0
+        self.attempts_before = 0
+        """Of earlier supervisors of the run: what is recorded counts through all of them."""
+
         self.ready_step: int | None = None
         """The step that the gang holds; None while it is not ready."""
 
