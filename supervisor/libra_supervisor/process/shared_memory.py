@@ -13,6 +13,15 @@ SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's place, not a temp
 _PREFIXES: Final = ("psm_", "sem.mp-")
 
 
+def any_segments() -> bool:
+    """Whether there is anything that a process could have mapped; far cheaper than asking it."""
+    try:
+        names = os.listdir(SHARED_MEMORY)  # noqa: PTH208 - strings are enough
+    except OSError:
+        return False
+    return any(name.startswith(_PREFIXES) for name in names)
+
+
 def mapped_segments(pid: int) -> frozenset[str]:
     """Names under /dev/shm that the process maps and that multiprocessing made."""
     try:
