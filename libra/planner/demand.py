@@ -13,6 +13,8 @@ from libra.errors import InvariantError
 _DERIVED_MEAN_SHARE = 0.4
 """Share of max_new_tokens taken as the mean response when the configuration names none."""
 
+_MOST_BATCHES = 8
+
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """The trajectories of one training step, in no order that matters."""
@@ -26,6 +28,9 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill_share: float = 1.0
     """Prompt tokens really computed: 1 / n_samples when siblings share one prefix cache."""
+
+    num_batches: int = 1
+    """Steps' worth of trajectories in flight together: what staleness and concurrency allow."""
 
     def __post_init__(self) -> None:
         if not self.prompt_tokens or len(self.prompt_tokens) != len(self.response_tokens):
@@ -63,6 +68,7 @@ def prior_demand(config: RunConfig) -> Demand:
         ),
         source=f"prior: mean {mean:.0f} response tokens, sigma {planner.prior_response_sigma:g}",
         prefill_share=_prefill_share(config),
+        num_batches=_num_batches(config),
     )
 
 
@@ -87,6 +93,7 @@ def observed_demand(config: RunConfig, lengths: Sequence[tuple[int, int]]) -> De
         response_tokens=tuple(response for _, response in picked),
         source=f"observed: {len(lengths)} trajectories",
         prefill_share=_prefill_share(config),
+        num_batches=_num_batches(config),
     )
 
 
@@ -121,3 +128,10 @@ def _prefill_share(config: RunConfig) -> float:
     if config.heterogeneous_rollout.scheduling.prefix_affinity:
         return 1.0 / config.algorithm.n_samples
     return 1.0
+
+
+def _num_batches(config: RunConfig) -> int:
+    """How many batches rollout may work on at a time; more than `_MOST_BATCHES` change nothing."""
+    by_concurrency = config.rollout.max_concurrent_rollouts // config.training.batch_size
+    by_staleness = config.rollout.max_head_offpolicyness + 1
+    return max(1, int(min(by_concurrency, by_staleness, _MOST_BATCHES)))

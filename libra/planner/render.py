@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from libra.models.kv_capacity import GIB
 from libra.planner.calibration import Calibration
-from libra.planner.layout import RolloutLayout
 from libra.planner.memory import MemoryBudget
-from libra.planner.report import Option, PlanReport
+from libra.planner.report import Estimate, Option, PlanReport
 from libra.planner.search import format_tps
 
 _PRUNED_SHOWN = 40
@@ -23,12 +22,13 @@ def _lines(report: PlanReport, calibration: Calibration | None) -> Iterator[str]
     yield from _option(report.choice)
     if report.choice.estimate is not None:
         yield from _budget(report.choice.estimate.train_budget)
-        yield from _layout(report.choice.estimate.rollout)
-    if report.by_length is not None:
-        yield (
-            f"    if lengths were known in advance: {format_tps(report.by_length.tp_degrees)}, "
-            f"{report.by_length.makespan_s:.1f} s"
-        )
+        yield from _layout(report.choice.estimate)
+        if report.by_length is not None:
+            known_s = report.by_length.makespan_s / report.choice.estimate.num_batches
+            yield (
+                f"    if lengths were known in advance: {format_tps(report.by_length.tp_degrees)}, "
+                f"{known_s:.1f} s a step"
+            )
     for note in report.notes:
         yield f"note: {note}"
     if report.runners_up:
@@ -51,7 +51,7 @@ def _option(option: Option) -> Iterator[str]:
         train = estimate.train
         yield (
             f"    step {estimate.step_s:.1f} s = max(train {train.total_s:.1f} s, "
-            f"rollout {estimate.rollout.makespan_s:.1f} s); recompute "
+            f"rollout {estimate.rollout_s:.1f} s); recompute "
             f"{train.recompute_logprobs_s:.1f} s, update {train.grpo_update_s:.1f} s, "
             f"bubble {train.bubble_fraction:.0%}"
         )
@@ -62,9 +62,12 @@ def _budget(budget: MemoryBudget) -> Iterator[str]:
     yield f"    memory of a training rank: {budget} is the largest; GiB: {items}"
 
 
-def _layout(layout: RolloutLayout) -> Iterator[str]:
-    for tp in sorted({block.tp for block in layout.blocks}, reverse=True):
-        blocks = [block for block in layout.blocks if block.tp == tp]
+def _layout(estimate: Estimate) -> Iterator[str]:
+    blocks_of_all = estimate.rollout.blocks
+    if estimate.num_batches > 1:
+        yield f"    {estimate.num_batches} batches are in flight together:"
+    for tp in sorted({block.tp for block in blocks_of_all}, reverse=True):
+        blocks = [block for block in blocks_of_all if block.tp == tp]
         num_requests = sum(block.num_requests for block in blocks)
         seconds = _range([block.seconds for block in blocks])
         yield f"    TP{tp}: {len(blocks)} instances, {num_requests} requests, {seconds} s"

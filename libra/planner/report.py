@@ -16,11 +16,19 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     train: TrainCost
     train_budget: MemoryBudget
     rollout: RolloutLayout
+    """Its times are for `num_batches` steps' requests together."""
+
+    num_batches: int = 1
+
+    @property
+    def rollout_s(self) -> float:
+        """Rollout's time for one step."""
+        return self.rollout.makespan_s / self.num_batches
 
     @property
     def step_s(self) -> float:
         """Training and rollout go on side by side: the slower sets the pace."""
-        return max(self.train.total_s, self.rollout.makespan_s)
+        return max(self.train.total_s, self.rollout_s)
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):

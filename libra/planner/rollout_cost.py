@@ -93,13 +93,17 @@ class Workload:
 
 
 def workload_of(demand: Demand) -> Workload:
+    """All batches in flight together: `num_batches` times the requests of one step.
+
+    Divided by `num_batches`, its time is that of one step: responses that outlast a step overlap
+    the next one, as far as staleness lets them.
+    """
     share = demand.prefill_share
-    return Workload(
-        [
-            (max(1, round(prompt * share)), response)
-            for prompt, response in zip(demand.prompt_tokens, demand.response_tokens, strict=True)
-        ]
-    )
+    one_step = [
+        (max(1, round(prompt * share)), response)
+        for prompt, response in zip(demand.prompt_tokens, demand.response_tokens, strict=True)
+    ]
+    return Workload(one_step * demand.num_batches)
 
 
 def block_seconds(cost: InstanceCost, work: Workload, begin: int, end: int) -> float:

@@ -1,4 +1,4 @@
-"""The rollout half of a split: instances for a number of GPUs, and what they need for a step."""
+"""The rollout half of a split: instances for a number of GPUs, and what they need for the work."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from libra.planner.spread import best_spread
 
 
 class RolloutSide(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs of the degrees that may serve, and the requests of one step."""
+    """Costs of the degrees that may serve, and the requests that are in flight together."""
 
     costs: Sequence[InstanceCost]
     work: Workload
@@ -50,7 +50,7 @@ class RolloutSide(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def keeps_pace(self, num_gpus: int, limit_s: float) -> bool:
-        """Whether a step's requests end within `limit_s` on `num_gpus`."""
+        """Whether the requests end within `limit_s` on `num_gpus`."""
         if not self.lengths_known:
             return self.best(num_gpus).makespan_s <= limit_s
         found = layout_within(

@@ -1,9 +1,9 @@
 """The split, the training layout and the rollout instances of smallest step time.
 
-minimise max(T_train, T_rollout) over the split of N GPUs. T_rollout does not rise with more GPUs.
-Training counts that are no faster than a smaller one are dropped, after which T_train falls with
-more GPUs, so the two curves cross once and the best split is one of the two beside the crossing.
-The crossing is found by bisection, and only few splits beside it are solved.
+minimise max(T_train, T_rollout) per step over the split of N GPUs. T_rollout does not rise with
+more GPUs. Training counts that are no faster than a smaller one are dropped, after which T_train
+falls with more GPUs, so the two curves cross once and the best split is one of the two beside the
+crossing. The crossing is found by bisection, and only few splits beside it are solved.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,6 +30,9 @@ from libra.planner.train_search import TrainCandidate, TrainSearch
 
 _RUNNER_UP_TOLERANCE = 1e-3
 """Runners-up are for reading: their rollout times may be this far above the minimum, relative."""
+
+_ALIKE = 1.02
+"""Step times this close are within what the model can tell apart."""
 
 _NUM_BESIDE = 2
 """Splits solved on either side of the crossing."""
@@ -105,7 +108,7 @@ class _Search:
             work=train_work(config, demand),
             gpu_counts=self._gpu_counts(),
             excluded=choices.excluded,
-            unbuilt={gap.path: gap.reason for gap in NOT_YET} if choices.only_built else {},
+            unbuilt=unbuilt_options() if choices.only_built else {},
         )
 
     def report(self) -> PlanReport:
@@ -117,11 +120,12 @@ class _Search:
         first = max(0, crossing - 1 - _NUM_BESIDE)
         beside = range(first, min(len(candidates), crossing + 1 + _NUM_BESIDE))
         solved = [self._placed(candidates[i], exact=crossing - 1 <= i <= crossing) for i in beside]
-        placed = sorted((both for both in solved if both is not None), key=lambda b: _step_s(b[0]))
+        placed = [both for both in solved if both is not None]
         if not placed:
             raise InfeasiblePlanError(self._why("no split keeps TP groups inside nodes"))
-        choice, plan_of_choice = placed[0]
-        others = [option for option, _ in placed[1:]] + self._other_layouts(choice)
+        choice, plan_of_choice = _best(placed)
+        others = [option for option, _ in placed if option is not choice]
+        others += self._other_layouts(choice)
         return PlanReport(
             plan=plan_of_choice,
             choice=choice,
@@ -180,7 +184,9 @@ class _Search:
             middle = (low + high) // 2
             candidate = candidates[middle]
             num_gpus = self._num_gpus - candidate.layout.num_gpus
-            if not self._rollout.keeps_pace(num_gpus, candidate.cost.total_s):
+            if not self._rollout.keeps_pace(
+                num_gpus, candidate.cost.total_s * self._demand.num_batches
+            ):
                 high = middle
             else:
                 low = middle + 1
@@ -190,7 +196,12 @@ class _Search:
         """The split's best rollout layout on real slots; None when node boundaries forbid it."""
         num_gpus = self._num_gpus - candidate.layout.num_gpus
         layout = self._rollout.best(num_gpus, tolerance=0.0 if exact else _RUNNER_UP_TOLERANCE)
-        estimate = Estimate(train=candidate.cost, train_budget=candidate.budget, rollout=layout)
+        estimate = Estimate(
+            train=candidate.cost,
+            train_budget=candidate.budget,
+            rollout=layout,
+            num_batches=self._demand.num_batches,
+        )
         for tps in _with_spares(layout.tp_degrees, self._rollout.costs, num_gpus):
             placed = place(
                 candidate.layout,
@@ -216,8 +227,8 @@ class _Search:
             Option(
                 train=other.layout,
                 rollout_tps=choice.rollout_tps,
-                estimate=Estimate(
-                    train=other.cost, train_budget=other.budget, rollout=estimate.rollout
+                estimate=msgspec.structs.replace(
+                    estimate, train=other.cost, train_budget=other.budget
                 ),
             )
             for other in self._train.best(choice.train.num_gpus, num_best=3)[1:]
@@ -237,6 +248,11 @@ class _Search:
 def train_work(config: RunConfig, demand: Demand) -> TrainWork:
     training = config.training
     return TrainWork(demand, mini_batch_size=training.mini_batch_size or training.batch_size)
+
+
+def unbuilt_options() -> dict[str, str]:
+    """Options whose other values a run would refuse, and why."""
+    return {gap.path: gap.reason for gap in NOT_YET}
 
 
 def format_tps(tps: Sequence[int]) -> str:
@@ -281,6 +297,7 @@ def _configured(config: RunConfig, demand: Demand, calibration: Calibration | No
                 workload_of(demand),
                 by_capacity=config.heterogeneous_rollout.scheduling.load_metric == "kv_tokens",
             ),
+            num_batches=demand.num_batches,
         )
         notes = ()
     choice = Option(train=train, rollout_tps=tps, estimate=estimate)
@@ -300,6 +317,22 @@ def _notes(config: RunConfig, demand: Demand, choice: Option, num_gpus: int) -> 
             f"{demand.num_sequences} trajectories of a step; the rollout time assumes all in flight"
         )
     return tuple(notes)
+
+
+def _best(placed: Sequence[tuple[Option, Plan]]) -> tuple[Option, Plan]:
+    """The fastest; among those alike, the one whose faster side leaves most time to spare.
+
+    Where one side hardly gains from more GPUs (a long tail keeps rollout waiting), they are better
+    spent on the other: waits for the trainer and for reloads come on top of the slower side.
+    """
+    limit_s = _ALIKE * min(_step_s(option) for option, _ in placed)
+    return min(placed, key=lambda both: (max(limit_s, _step_s(both[0])), _both_sides_s(both[0])))
+
+
+def _both_sides_s(option: Option) -> float:
+    if option.estimate is None:
+        return 0.0
+    return option.estimate.train.total_s + option.estimate.rollout_s
 
 
 def _step_s(option: Option) -> float:

@@ -3,7 +3,7 @@
 The tree is TP -> EP -> PP -> CP -> GPUs -> micro-batch. Each level asks first what needs no deeper
 choice: divisibility, node boundary, communication ratio; then whether the most favourable leaf
 below it (most data parallelism, smallest micro-batch) passes the bubble and memory limits. CP is
-raised only as far as memory asks for, since it costs links and nothing else is gained by it.
+raised only until something fits, since it costs links and nothing else is gained by it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,6 +1,8 @@
 """One finished trajectory: the token ids the engine produced, kept verbatim."""
 
+from itertools import compress
 from math import isfinite
+from operator import not_
 from typing import Literal
 
 import msgspec
@@ -109,8 +111,11 @@ def _span_error(trajectory: Trajectory) -> str | None:
 
 
 def _logprob_error(trajectory: Trajectory) -> str | None:
-    pairs = zip(trajectory.loss_mask, trajectory.rollout_logprobs, strict=True)
-    for position, (mask, logprob) in enumerate(pairs):
-        if not isfinite(logprob) or (not mask and logprob):
-            return f"logprob {logprob} at position {position} with mask {mask}"
+    logprobs, mask = trajectory.rollout_logprobs, trajectory.loss_mask
+    # Trajectories are long and this runs in the event loop: `map` stays out of the interpreter.
+    if not all(map(isfinite, logprobs)):
+        position = next(i for i, logprob in enumerate(logprobs) if not isfinite(logprob))
+        return f"logprob {logprobs[position]} at position {position}"
+    if any(compress(logprobs, map(not_, mask))):
+        return "a logprob at a position that the policy did not sample"
     return None

@@ -32,11 +32,18 @@ class Feedback:
         self._penalty_until = -inf
         self.snapshot: LoadSnapshot | None = None
         self._last_preemptions: float | None = None
+        self._compared_with: LoadSnapshot | None = None
         self.num_preemptions_seen = 0.0
 
     def on_process_started(self) -> None:
         """Note that the process is younger than our watch, so its counters began at 0."""
         self._last_preemptions = 0.0
+
+    def on_reloaded(self) -> None:
+        """Forget preemptions: vLLM preempts what runs when it pauses for new weights."""
+        self._penalty_until = -inf
+        self._last_preemptions = None
+        self._compared_with = None
 
     def has_counter_fallen(self, snapshot: "LoadSnapshot") -> bool:
         """Tell whether a cumulative counter fell: then it belongs to another process."""
@@ -59,7 +66,7 @@ class Feedback:
             self._occupancy_at = snapshot.sampled_at
         if self._shows_preemption(snapshot):
             self._penalty_until = now + self._config.metrics_preemption_penalty_ttl_s
-        self.snapshot = snapshot
+        self._compared_with = self.snapshot = snapshot
 
     def bias(self, now: float) -> float:
         return self._bias_at_time(now)
@@ -101,7 +108,7 @@ class Feedback:
         vLLM counts a preemption only when the request runs again, which is seconds late.
         """
         rose = self._counter_rise(snapshot.num_preemptions) > 0
-        last = self.snapshot
+        last = self._compared_with
         return rose or (last is not None and _was_pushed_back(last, snapshot))
 
     def _counter_rise(self, value: float | None) -> float:

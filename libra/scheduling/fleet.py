@@ -8,7 +8,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from libra.ids import Incarnation, InstanceId, PolicyVersion
-from libra.scheduling.load import NO_REMOTE_LOAD, LoadSnapshot, OwnLoad, RemoteLoad, observed_load
+from libra.scheduling.load import (
+    NO_REMOTE_LOAD,
+    LoadSnapshot,
+    OwnLoad,
+    RemoteLoad,
+    observed_load,
+    plausible,
+)
 from libra.scheduling.notice import RestartSeen
 from libra.scheduling.slot import InstanceSpec, Slot, slot_for
 
@@ -63,9 +70,13 @@ class Fleet:
         self, instance_id: InstanceId, version: PolicyVersion | None, now: float
     ) -> None:
         slot = self._slot_of.get(instance_id)
-        if slot is not None:
-            slot.learn_version(version)
-            self._standing.refresh(slot, now)
+        if slot is None:
+            return
+        before = slot.policy_version
+        slot.learn_version(version)
+        if slot.policy_version != before:
+            slot.feedback.on_reloaded()
+        self._standing.refresh(slot, now)
 
     def set_draining(self, instance_id: InstanceId, is_draining: bool, now: float) -> None:
         slot = self._slot_of.get(instance_id)
@@ -91,6 +102,7 @@ class Fleet:
         slot = self._slot_of.get(instance_id)
         if slot is None or slot.announced_incarnation != snapshot.incarnation:
             return
+        snapshot = plausible(snapshot)
         if _is_other_process(slot, snapshot):
             slot = self._replace_unannounced(slot, now)
         if snapshot.process_started_at_s is not None:
@@ -117,7 +129,7 @@ class Fleet:
             remote = loads.get((slot.instance_id, slot.incarnation), NO_REMOTE_LOAD)
             if remote != slot.remote:
                 slot.remote = remote
-                self._standing.refresh(slot, now)
+                self._standing.on_remote_changed(slot, now)
 
     def own_load(self) -> tuple[OwnLoad, ...]:
         return tuple(

@@ -15,11 +15,17 @@ class Ledger:
     def __init__(self) -> None:
         self._slot_of: dict[int, Slot] = {}
         self._last_serial = 0
+        self._num_releases = 0
         self.num_repeated_releases = 0
         """Releases of what was not open: late or doubled; they change nothing."""
 
     def __len__(self) -> int:
         return len(self._slot_of)
+
+    @property
+    def revision(self) -> int:
+        """Grows with every change of what is in flight."""
+        return self._last_serial + self._num_releases
 
     def is_open(self, reservation: Reservation) -> bool:
         return reservation.serial in self._slot_of
@@ -53,6 +59,7 @@ class Ledger:
         if slot is None:
             self.num_repeated_releases += 1
             return None
+        self._num_releases += 1
         slot.num_requests -= 1
         slot.num_tokens -= reservation.num_tokens
         return slot

@@ -1,5 +1,6 @@
 """What is known of an instance's load from outside: its own metrics and other schedulers."""
 
+from math import isfinite
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -53,6 +54,32 @@ class OwnLoad(msgspec.Struct, frozen=True, gc=False):
     incarnation: Incarnation
     num_requests: int
     num_tokens: int
+
+
+SIGNALS = (
+    "num_running",
+    "num_waiting",
+    "num_waiting_for_capacity",
+    "kv_use_fraction",
+    "num_preemptions",
+    "process_started_at_s",
+)
+
+
+def plausible(snapshot: LoadSnapshot) -> LoadSnapshot:
+    """Return `snapshot` without numbers that cannot be: they become unknown, each by itself.
+
+    No count is negative, infinite or NaN, and no cache is more than full.
+    """
+    use = snapshot.kv_use_fraction
+    odd = {name: None for name in SIGNALS if not _is_count(getattr(snapshot, name))}
+    if use is not None and use > 1.0:
+        odd["kv_use_fraction"] = None
+    return msgspec.structs.replace(snapshot, **odd) if odd else snapshot
+
+
+def _is_count(value: float | None) -> bool:
+    return value is None or (isfinite(value) and value >= 0.0)
 
 
 def observed_load(

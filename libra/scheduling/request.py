@@ -61,7 +61,7 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Oldest policy version that may answer; None takes the fleet's floor."""
 
     deadline_at: float | None = None
-    """End of waiting for a place; None means now + queue_deadline_s."""
+    """No place is given from this moment on; None means now + queue_deadline_s."""
 
     def prompt_tokens(self) -> int:
         """Return the exact prompt length, else an estimate from its characters."""

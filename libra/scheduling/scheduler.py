@@ -76,6 +76,8 @@ class Scheduler:
             self.on_tick(now)
         if not self._is_admitting:
             return Refused("draining", None)
+        if request.deadline_at is not None and now >= request.deadline_at:
+            return Refused("deadline", None)
         return self._place(request, now) or self._enqueue(request, now)
 
     def complete(self, reservation: Reservation, num_output_tokens: int | None, now: float) -> bool:
@@ -88,7 +90,7 @@ class Scheduler:
             return False
         if num_output_tokens is not None:
             self._expected.on_completed(reservation.category, num_output_tokens)
-        if slot.breaker.is_calm:
+        if slot.breaker.is_calm or slot.is_retired:
             self._standing.on_load_fell(slot, now)
         else:
             self._on_answered(slot, now)
@@ -148,10 +150,10 @@ class Scheduler:
     def on_tick(self, now: float) -> None:
         """Let time-bound states and waiting deadlines end."""
         self._standing.advance(now)
-        if self._queue:
-            self._dispatch(now)
         while (ticket := self._queue.pop_expired(now)) is not None:
             self._refuse(ticket, "deadline")
+        if self._queue:
+            self._dispatch(now)
 
     # Instances
 
@@ -211,6 +213,11 @@ class Scheduler:
         self._fleet.set_remote_load(loads, now)
         self._dispatch(now)
 
+    @property
+    def load_revision(self) -> int:
+        """Grows with every change of `own_load`."""
+        return self._ledger.revision
+
     def own_load(self) -> tuple[OwnLoad, ...]:
         """What this scheduler has in flight, exactly, for the others."""
         return self._fleet.own_load()
@@ -223,6 +230,10 @@ class Scheduler:
             return len(self._ledger)
         slot = self._fleet.get(instance_id)
         return 0 if slot is None else slot.num_requests
+
+    @property
+    def queue_deadline_s(self) -> float:
+        return self._config.queue_deadline_s
 
     @property
     def version_floor(self) -> PolicyVersion:

@@ -97,6 +97,12 @@ class Standing:
         if slot.is_at_cap():
             self.refresh(slot, now)
 
+    def on_remote_changed(self, slot: Slot, now: float) -> None:
+        """Re-file `slot`: only what the other schedulers have in flight on it changed."""
+        self._set_load_terms(slot, now)
+        if slot.blocked_by is None:
+            self.order.file(slot, slot.policy_version)
+
     def note_breaker(self, slot: Slot, *, was_open: bool, now: float) -> None:
         is_open = slot.breaker.state(now) != "closed"
         if is_open != was_open:

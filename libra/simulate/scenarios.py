@@ -18,7 +18,7 @@ from libra.planner.pruning import PruneLog
 from libra.planner.report import PlanReport
 from libra.planner.rollout_cost import workload_of
 from libra.planner.rollout_search import instance_costs
-from libra.planner.search import plan, train_work
+from libra.planner.search import plan, train_work, unbuilt_options
 from libra.planner.train_layout import TrainLayout
 from libra.planner.train_search import TrainSearch
 from libra.simulate.fleet import LengthBound
@@ -62,7 +62,7 @@ def _length_bounds(report: PlanReport, demand: Demand) -> tuple[LengthBound, ...
     """Where the plan cuts the sorted requests between degrees."""
     if report.choice.estimate is None:
         raise InvariantError("a plan for known lengths has no estimate")
-    lengths = sorted(demand.response_tokens, reverse=True)
+    lengths = sorted(demand.response_tokens * demand.num_batches, reverse=True)
     bounds: list[LengthBound] = []
     end = 0
     for block in report.choice.estimate.rollout.blocks:
@@ -102,6 +102,7 @@ def static_splits(config: RunConfig, demand: Demand) -> list[Scenario]:
 def colocated(config: RunConfig, demand: Demand) -> Scenario:
     """All GPUs roll out, then all train: on-policy, in turns, with a switch each way."""
     num_gpus = _num_gpus(config)
+    demand = replace(demand, num_batches=1)
     grp = _grp(config)
     models = cost_models(grp, _calibration(grp))
     searched = TrainSearch(
@@ -109,6 +110,7 @@ def colocated(config: RunConfig, demand: Demand) -> Scenario:
         models=models,
         work=train_work(grp, demand),
         gpu_counts=[num_gpus],
+        unbuilt=unbuilt_options(),
     ).best(num_gpus)
     if not searched:
         raise InfeasiblePlanError(f"no training layout uses exactly {num_gpus} GPUs")

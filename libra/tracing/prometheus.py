@@ -6,7 +6,7 @@ from every server; the wanted dozen is picked by name before anything is parsed.
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
@@ -26,14 +26,27 @@ def read_samples(text: str, names: Collection[str]) -> dict[str, list[Sample]]:
     NaN says "no value" and is dropped, and so is a line that is not of the format: what cannot be
     read is unknown, not 0. A name is matched whole: `x` is not `x_created` or `x_total`.
     """
+    # A page is searched for each name: that is several times faster than looking at each line.
+    text = "\n" + text
     found: dict[str, list[Sample]] = {}
-    for line in text.split("\n"):
-        name = _name_of(line)
-        if name in names:
-            sample = _sample(line[len(name) :])
-            if sample is not None:
-                found.setdefault(name, []).append(sample)
+    for name in names:
+        samples = [sample for rest in _rests(text, name) if (sample := _sample(rest)) is not None]
+        if samples:
+            found[name] = samples
     return found
+
+
+def _rests(text: str, name: str) -> Iterator[str]:
+    """What follows `name` on each line that begins with it as a whole word."""
+    begin = "\n" + name
+    at = text.find(begin)
+    while at >= 0:
+        at += len(begin)
+        end = text.find("\n", at)
+        rest = text[at:] if end < 0 else text[at:end]
+        if rest.startswith(("{", " ")):
+            yield rest
+        at = -1 if end < 0 else text.find(begin, end)
 
 
 def total(samples: Mapping[str, list[Sample]], name: str, **labels: str) -> float | None:
@@ -50,12 +63,6 @@ def _values(
     samples: Mapping[str, list[Sample]], name: str, labels: Mapping[str, str]
 ) -> list[float]:
     return [s.value for s in samples.get(name, ()) if labels.items() <= s.labels.items()]
-
-
-def _name_of(line: str) -> str:
-    brace, space = line.find("{"), line.find(" ")
-    ends = [end for end in (brace, space) if end > 0]
-    return line[: min(ends)] if ends else ""
 
 
 def _sample(rest: str) -> Sample | None:

@@ -12,7 +12,7 @@ import msgspec
 from libra.errors import DataError
 from libra.storage.digest import hash_bytes
 
-SUPPORTED_MODEL_TYPES = ("qwen2", "llama", "qwen3")
+SUPPORTED_MODEL_TYPES = ("qwen2", "llama", "qwen3", "qwen3_moe")
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +26,15 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     original_max_positions: int = 0
 
 
+class Experts(msgspec.Struct, frozen=True, kw_only=True):
+    """Every layer's feed-forward part as a mixture of experts."""
+
+    num_experts: int
+    num_per_token: int
+    has_normalized_weights: bool
+    """Whether the chosen experts' weights are made to sum to 1."""
+
+
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     """A pre-norm decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU."""
 
@@ -33,6 +42,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     hidden_size: int
     ffn_size: int
+    """Of one expert, where there are experts."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -43,6 +54,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     has_qkv_bias: bool
     has_qk_norm: bool
     rope: Rope
+    experts: Experts | None
 
     @property
     def hash(self) -> str:
@@ -71,6 +83,16 @@ class _HfConfig(msgspec.Struct, kw_only=True):
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] = []
+
+    @property
+    def has_experts(self) -> bool:
+        return self.model_type == "qwen3_moe"
 
 
 def read_architecture(model_path: Path) -> Architecture:
@@ -91,7 +113,7 @@ def read_architecture(model_path: Path) -> Architecture:
         model_type=config.model_type,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
-        ffn_size=config.intermediate_size,
+        ffn_size=config.moe_intermediate_size if config.has_experts else config.intermediate_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
         head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
@@ -100,8 +122,19 @@ def read_architecture(model_path: Path) -> Architecture:
         norm_eps=config.rms_norm_eps,
         has_tied_embeddings=config.tie_word_embeddings,
         has_qkv_bias=config.model_type == "qwen2",
-        has_qk_norm=config.model_type == "qwen3",
+        has_qk_norm=config.model_type in {"qwen3", "qwen3_moe"},
         rope=_rope(path, config),
+        experts=_experts(config),
+    )
+
+
+def _experts(config: _HfConfig) -> Experts | None:
+    if not config.has_experts:
+        return None
+    return Experts(
+        num_experts=config.num_experts,
+        num_per_token=config.num_experts_per_tok,
+        has_normalized_weights=config.norm_topk_prob,
     )
 
 
@@ -116,6 +149,13 @@ def _problems(config: _HfConfig) -> list[str]:
         "use_sliding_window is not supported": config.use_sliding_window,
         "partial_rotary_factor is not supported": config.partial_rotary_factor not in {None, 1.0},
         "quantized weights cannot be trained": config.quantization_config is not None,
+        "layers without experts among layers with experts are not supported": config.has_experts
+        and (config.decoder_sparse_step != 1 or bool(config.mlp_only_layers)),
+        "num_experts, num_experts_per_tok and moe_intermediate_size must be above 0": (
+            config.has_experts
+            and min(config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size)
+            < 1
+        ),
     }
     return [message for message, applies in checks.items() if applies]
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from libra.config.run import RunConfig
 from libra.trainer.architecture import Architecture, read_architecture
+from libra.trainer.batch import Arrangement, Layout
 from libra.trainer.capabilities import refuse_unsupported
 from libra.trainer.hf_weights import hash_of_weights, load_hf_weights
 from libra.trainer.model import build_model, seed_everything, with_gradients
@@ -26,6 +27,7 @@ class Trainer(NamedTuple):
 
     optimizer: Any
     policy: Pipeline
+    arrangement: Arrangement
     learner: Learner
     reference_hash: str | None
     """Of the files that the KL reference was loaded from; None without a KL term."""
@@ -36,11 +38,18 @@ class Trainer(NamedTuple):
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def assemble(config: RunConfig, world: World, *, beat: Callable[[int, str], None]) -> Trainer:
+def assemble(
+    config: RunConfig,
+    world: World,
+    *,
+    beat: Callable[[int, str], None],
+    layout: Layout | None = None,
+) -> Trainer:
     """Build the trainer of this rank with the weights of `model_path`.
 
-    `beat(step, phase)` is called at every micro-batch and change of phase. Raises ConfigError or
-    DataError, on every rank alike, for what cannot be run.
+    `beat(step, phase)` is called at every micro-batch and change of phase. `layout` overrides the
+    choice of `arrange`. Raises ConfigError or DataError, on every rank alike, for what cannot be
+    run.
     """
     model_path = Path(config.model.model_path)
     architecture = read_architecture(model_path)
@@ -58,11 +67,18 @@ def assemble(config: RunConfig, world: World, *, beat: Callable[[int, str], None
         # Always the base model, never the weights a resumed run begins with.
         reference, reference_hash = _reference(config, architecture, world, model_path)
     policy = _pipeline(trained, config, architecture, world)
+    arrangement = arrange(config, world, layout)
     learner = Learner(
         config,
         architecture,
         world,
-        LearnerParts(model=trained, optimizer=optimizer, policy=policy, reference=reference),
+        LearnerParts(
+            model=trained,
+            optimizer=optimizer,
+            policy=policy,
+            reference=reference,
+            arrangement=arrangement,
+        ),
         beat,
     )
     return Trainer(
@@ -72,8 +88,30 @@ def assemble(config: RunConfig, world: World, *, beat: Callable[[int, str], None
         model=trained,
         optimizer=optimizer,
         policy=policy,
+        arrangement=arrangement,
         learner=learner,
         reference_hash=reference_hash,
+    )
+
+
+def arrange(config: RunConfig, world: World, layout: Layout | None = None) -> Arrangement:
+    """Choose how sequences are laid out on this rank.
+
+    Packed where a kernel for it is there (CUDA, bfloat16) and where context parallelism needs it;
+    else padded rows, which cost a CPU less than attention sequence by sequence.
+    """
+    has_kernel = world.device.type == "cuda" and config.training.train_dtype == "bfloat16"
+    if layout is None:
+        layout = "packed" if has_kernel or world.sizes.context > 1 else "padded"
+    # Sequence parallelism cuts the columns evenly.
+    is_cut = config.megatron.megatron_sequence_parallel
+    return Arrangement(
+        layout=layout,
+        device=world.device,
+        length_multiple=world.sizes.tensor if is_cut else 1,
+        context_size=world.sizes.context,
+        context_index=world.at.context,
+        context_group=world.context_group,
     )
 
 

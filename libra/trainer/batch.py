@@ -1,7 +1,7 @@
-"""From the wire's samples to padded micro-batches of tensors."""
+"""From the wire's samples to micro-batches of tensors."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from libra.algorithms.objective import Aggregation, token_weight
 from libra.errors import DataError
+from libra.trainer.columns import Columns, Packing, packed_columns, padded_columns
 from libra.wire.rank import MiniBatch, Sample
 
 
@@ -29,29 +30,51 @@ class SampleArrays(NamedTuple):
     """What each token's loss is multiplied by; the mini-batch's global counts are in it."""
 
 
-class MicroBatch(NamedTuple):
-    """Rows of one forward pass on one device: b rows of s tokens, n tokens to score.
+Layout: TypeAlias = Literal["padded", "packed"]
 
-    The n tokens stand in order of rows, then positions; row i has `lengths[i]` of them.
+
+class Arrangement(NamedTuple):
+    """How a rank lays the sequences of a micro-batch out for one forward pass."""
+
+    layout: Layout
+    """Rows of the longest sequence's length, or all sequences behind each other in one row."""
+
+    device: torch.device
+    length_multiple: int = 1
+    """What the number of columns must be a multiple of."""
+
+    context_size: int = 1
+    context_index: int = 0
+    context_group: Any = None
+    """Context parallelism, which takes the packed layout: this rank's share of each sequence."""
+
+
+class MicroBatch(NamedTuple):
+    """What one forward pass on one rank takes: m sequences, n tokens to score on this rank.
+
+    The n tokens stand in order of sequences, then positions; sequence i has `lengths[i]` of them
+    here and `num_sampled[i]` over all context-parallel ranks.
     """
 
     samples: tuple[int, ...]
-    """Which samples of the mini-batch the rows are."""
+    """Which samples of the mini-batch the sequences are."""
 
     token_ids: torch.Tensor
-    """int64[b, s], padded on the right with 0."""
+    """int64[b, s]: rows and columns of the layout; padding is 0."""
 
-    position_ids: torch.Tensor
-    """int64[b, s]"""
+    packing: Packing
 
-    positions: torch.Tensor
+    scored: torch.Tensor
     """int64[n]: the position before each sampled token, as an index into the flattened [s, b]."""
 
     targets: torch.Tensor
     """int64[n]: the sampled tokens."""
 
     lengths: torch.Tensor
-    """int64[b]"""
+    """int64[m]"""
+
+    num_sampled: torch.Tensor
+    """int64[m]"""
 
     rollout_logprobs: torch.Tensor
     """float32[n]"""
@@ -109,68 +132,73 @@ def _decode(
 
 
 def micro_batches(
-    samples: Sequence[SampleArrays],
-    *,
-    rows: int,
-    device: torch.device,
-    length_multiple: int = 1,
+    samples: Sequence[SampleArrays], *, rows: int, arrangement: Arrangement
 ) -> list[MicroBatch]:
-    """Split a shard into micro-batches of up to `rows` rows of like length, longest first.
+    """Split a shard into micro-batches of up to `rows` sequences of like length, longest first.
 
     An empty shard still makes one micro-batch, without a token to train: its rank has to take
-    part in the collectives of the others. Lengths are padded to `length_multiple`.
+    part in the collectives of the others.
     """
     by_length = sorted(range(len(samples)), key=lambda i: -len(samples[i].token_ids))
     chosen = [by_length[at : at + rows] for at in range(0, len(by_length), rows)]
-    return [_micro_batch(samples, indices, device, length_multiple) for indices in chosen or [[]]]
+    return [_micro_batch(samples, indices, arrangement) for indices in chosen or [[]]]
 
 
 def _micro_batch(
-    samples: Sequence[SampleArrays],
-    indices: Sequence[int],
-    device: torch.device,
-    length_multiple: int,
+    samples: Sequence[SampleArrays], indices: Sequence[int], arrangement: Arrangement
 ) -> MicroBatch:
-    rows = [samples[index] for index in indices]
-    num_rows = max(len(rows), 1)
-    longest = max((len(row.token_ids) for row in rows), default=1)
-    num_columns = -(-longest // length_multiple) * length_multiple
-    token_ids = np.zeros((num_rows, num_columns), np.int64)
-    for row, sample in enumerate(rows):
-        token_ids[row, : len(sample.token_ids)] = sample.token_ids
-    lengths = np.array([len(row.sampled) for row in rows] or [0], np.int64)
+    chosen = [samples[index] for index in indices]
+    columns = _columns(chosen, arrangement)
+    # The sampled tokens of each sequence that this rank scores, as indices into them.
+    owned = [columns.scored_here(at, sample.sampled) for at, sample in enumerate(chosen)]
+    lengths = np.array([len(which) for which, _ in owned] or [0], np.int64)
+    device = arrangement.device
 
     def per_token(values: Sequence[float]) -> torch.Tensor:
         repeated = np.repeat(np.array(values or [0.0], np.float32), lengths)
         return torch.from_numpy(repeated).to(device)
 
-    def joined(parts: list[NDArray[np.generic]], dtype: type) -> torch.Tensor:
+    def joined(parts: list[NDArray[Any]], dtype: type) -> torch.Tensor:
         whole = np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
         return torch.from_numpy(whole).to(device)
 
+    pairs = [(sample, which) for sample, (which, _) in zip(chosen, owned, strict=True)]
     return MicroBatch(
         samples=tuple(indices),
-        token_ids=torch.from_numpy(token_ids).to(device),
-        position_ids=torch.arange(num_columns, device=device).expand(num_rows, -1),
-        positions=joined(
-            [(row.sampled - 1) * num_rows + at for at, row in enumerate(rows)], np.int64
-        ),
-        targets=joined([row.token_ids[row.sampled] for row in rows], np.int64),
+        token_ids=torch.from_numpy(columns.token_ids).to(device),
+        packing=columns.packing,
+        scored=joined([index for _, index in owned], np.int64),
+        targets=joined([s.token_ids[s.sampled[which]] for s, which in pairs], np.int64),
         lengths=torch.from_numpy(lengths).to(device),
-        rollout_logprobs=joined([row.rollout_logprobs for row in rows], np.float32),
-        advantages=per_token([row.advantage for row in rows]),
-        weights=per_token([row.weight for row in rows]),
+        num_sampled=joined([np.array([len(s.sampled)]) for s in chosen] or [lengths], np.int64),
+        rollout_logprobs=joined([s.rollout_logprobs[which] for s, which in pairs], np.float32),
+        advantages=per_token([sample.advantage for sample in chosen]),
+        weights=per_token([sample.weight for sample in chosen]),
+    )
+
+
+def _columns(chosen: Sequence[SampleArrays], arrangement: Arrangement) -> Columns:
+    token_ids = [sample.token_ids for sample in chosen]
+    if arrangement.layout == "padded":
+        return padded_columns(
+            token_ids, device=arrangement.device, length_multiple=arrangement.length_multiple
+        )
+    return packed_columns(
+        token_ids,
+        device=arrangement.device,
+        length_multiple=arrangement.length_multiple,
+        context=(arrangement.context_size, arrangement.context_index, arrangement.context_group),
     )
 
 
 def scattered(
     of_micro_batch: Sequence[torch.Tensor], batches: Sequence[MicroBatch], num_samples: int
 ) -> list[torch.Tensor]:
-    """Per-token values of all micro-batches -> one tensor [n] per sample of the shard."""
+    """Per-token values of all micro-batches -> the values of each sample on this rank."""
     of_sample: list[torch.Tensor] = [torch.zeros(0)] * num_samples
     for values, batch in zip(of_micro_batch, batches, strict=True):
         parts = torch.split(values, batch.lengths.tolist())
-        # An empty shard's micro-batch has a row, but no sample.
+        # An empty shard's micro-batch has a length, but no sample.
         for index, part in zip(batch.samples, parts, strict=False):
             of_sample[index] = part
     return of_sample

@@ -15,6 +15,7 @@ def refuse_unsupported(
     problems = [
         *_option_problems(config, is_cuda=is_cuda),
         *_layout_problems(architecture, sizes),
+        *_expert_problems(config, architecture, sizes),
     ]
     if problems:
         raise ConfigError("the trainer cannot run this configuration: " + "; ".join(problems))
@@ -58,9 +59,22 @@ def _layout_problems(architecture: Architecture, sizes: ParallelSizes) -> list[s
         f"{architecture.ffn_size}": architecture.ffn_size % sizes.tensor != 0,
         f"train_pp_size {sizes.pipeline} must divide the model's {architecture.num_layers} "
         "layers": architecture.num_layers % sizes.pipeline != 0,
-        f"train_cp_size {sizes.context}: context parallelism is not built in this version": (
-            sizes.context != 1
+    }
+    return [message for message, applies in checks.items() if applies]
+
+
+def _expert_problems(
+    config: RunConfig, architecture: Architecture, sizes: ParallelSizes
+) -> list[str]:
+    num_experts = architecture.experts.num_experts if architecture.experts else 1
+    checks = {
+        f"train_ep_size {sizes.expert} must divide the model's {num_experts} experts": (
+            num_experts % sizes.expert != 0
         ),
-        f"train_ep_size {sizes.expert}: this model has no experts": sizes.expert != 1,
+        f"train_tp_size {sizes.tensor} with experts needs megatron_sequence_parallel: true": (
+            architecture.experts is not None
+            and sizes.tensor > 1
+            and not config.megatron.megatron_sequence_parallel
+        ),
     }
     return [message for message, applies in checks.items() if applies]

@@ -32,6 +32,7 @@ from libra.wire.rank import CheckpointSaved, SaveCheckpoint
 OPTIMIZER_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
 }
 
 
@@ -143,6 +144,12 @@ def _refuse_stranger(trainer: Trainer, directory: Path, manifest: CheckpointMani
         raise DataError(
             f"{directory}: written with megatron_use_distributed_optimizer: "
             f"{str(not has_distributed).lower()}; resume with the same setting"
+        )
+    # Megatron keeps experts that are spread over ranks in an optimizer of their own.
+    if (manifest.layout.expert > 1) != (trainer.world.sizes.expert > 1):
+        raise DataError(
+            f"{directory}: written with train_ep_size {manifest.layout.expert}; a checkpoint with "
+            "experts on one rank cannot be resumed with experts on several, nor the reverse"
         )
     if trainer.reference_hash and manifest.reference_hash not in {None, trainer.reference_hash}:
         raise DataError(

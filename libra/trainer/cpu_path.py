@@ -44,13 +44,13 @@ class _Constant:
 
 
 class _NoStream:
-    """Stands for a CUDA stream or event: every method may be called and does nothing."""
+    """Stands for a CUDA stream or event: every method does nothing and returns another."""
 
     def __init__(self, *_args: object, **_options: object) -> None:
         pass
 
     def __getattr__(self, name: str) -> Callable[..., object]:
-        return _Constant(None)
+        return _NoStream
 
 
 class _CudaLiteralsToCpu(TorchFunctionMode):
@@ -95,6 +95,11 @@ def _stand_in_for_cuda() -> None:
     cuda.manual_seed = torch.manual_seed
     # Imported here: Megatron's modules look at torch.cuda while they are being imported.
     from megatron.core.tensor_parallel import random as megatron_random  # noqa: PLC0415
+    from megatron.core.transformer.moe import token_dispatcher  # noqa: PLC0415
 
+    # What is on the CPU already is not turned into the numpy arrays that the collectives want.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # noqa: SLF001
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # noqa: SLF001

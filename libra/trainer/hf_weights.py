@@ -1,5 +1,6 @@
 """Weights from Hugging Face safetensors into this rank's model, and back, one tensor at a time."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -61,7 +62,8 @@ def local_parameters(
     """
     gpt = bare(model)
     rules = _rules_here(gpt, architecture, world)
-    parameters = {_global_name(name, gpt): p for name, p in gpt.named_parameters()}
+    first_expert = _experts_here(architecture, world).start
+    parameters = {_global_name(name, gpt, first_expert): p for name, p in gpt.named_parameters()}
     if difference := parameters.keys() ^ {rule.parameter for rule in rules}:
         raise InvariantError(f"no rule, or no parameter, for {_some(difference)}")
     return [(rule, parameters[rule.parameter]) for rule in rules]
@@ -71,6 +73,8 @@ def _rules_here(gpt: Any, architecture: Architecture, world: World) -> list[Rule
     rules = [embedding_rule(architecture)] if world.is_first_stage else []
     for layer in gpt.decoder.layers:
         rules += layer_rules(architecture, layer.layer_number - 1)
+    experts = _experts_here(architecture, world)
+    rules = [rule for rule in rules if rule.expert is None or rule.expert in experts]
     if world.is_last_stage:
         rules.append(final_norm_rule(architecture))
         # On one stage a tied head is the embedding itself; on several it is a copy.
@@ -79,12 +83,23 @@ def _rules_here(gpt: Any, architecture: Architecture, world: World) -> list[Rule
     return rules
 
 
-def _global_name(name: str, gpt: Any) -> str:
-    prefix = "decoder.layers."
-    if not name.startswith(prefix):
-        return name
-    index, rest = name.removeprefix(prefix).split(".", 1)
-    return f"{prefix}{gpt.decoder.layers[int(index)].layer_number - 1}.{rest}"
+def _experts_here(architecture: Architecture, world: World) -> range:
+    """Return the experts of this rank, in the model's numbering; empty without experts."""
+    if architecture.experts is None:
+        return range(0)
+    count = architecture.experts.num_experts // world.sizes.expert
+    return range(world.at.expert * count, (world.at.expert + 1) * count)
+
+
+def _global_name(name: str, gpt: Any, first_expert: int) -> str:
+    """Number a parameter's layer and expert as in the whole model."""
+
+    def renumbered(match: re.Match[str]) -> str:
+        if match["kind"] == "local_experts":
+            return f"local_experts.{int(match['index']) + first_expert}."
+        return f"decoder.layers.{gpt.decoder.layers[int(match['index'])].layer_number - 1}."
+
+    return re.sub(r"(?P<kind>decoder\.layers|local_experts)\.(?P<index>\d+)\.", renumbered, name)
 
 
 def _checked_files(architecture: Architecture, directory: Path) -> dict[str, str]:
@@ -141,22 +156,18 @@ def gather_hf_tensors(
     Every rank must run it to the end. One parameter is in flight at a time, so rank 0 needs room
     for the largest one only. Order and names are those of `model_rules`.
     """
-    if world.at.data or world.at.context:
-        return
     layers_per_stage = architecture.num_layers // world.sizes.pipeline
-    ranks_per_stage = world.size // world.sizes.pipeline
     here = {rule.parameter: p for rule, p in local_parameters(model, architecture, world)}
     dtype = next(model.parameters()).dtype
     for rule in model_rules(architecture):
         stage = _stage_of(rule, layers_per_stage, world.sizes.pipeline)
+        owner = _first_owner(rule, stage, architecture, world)
         tensors: list[torch.Tensor] = []
-        if world.at.pipeline == stage:
+        if world.at.rank // world.sizes.tensor == owner // world.sizes.tensor:
             whole = _mended(rule, here[rule.parameter], world)
             tensors = [t.contiguous() for t in separate(rule, whole, architecture)]
-        if stage and not world.at.tensor:
-            tensors = _moved_to_rank_0(
-                tensors, rule, world, source_rank=stage * ranks_per_stage, dtype=dtype
-            )
+        if owner:
+            tensors = _moved_to_rank_0(tensors, rule, world, source_rank=owner, dtype=dtype)
         if world.at.rank == 0:
             yield from zip((s.name for s in rule.sources), (t.cpu() for t in tensors), strict=True)
 
@@ -167,6 +178,15 @@ def _stage_of(rule: Rule, layers_per_stage: int, num_stages: int) -> int:
     if rule.parameter.startswith("decoder.layers."):
         return int(rule.parameter.split(".")[2]) // layers_per_stage
     return num_stages - 1
+
+
+def _first_owner(rule: Rule, stage: int, architecture: Architecture, world: World) -> int:
+    """Return the lowest rank that holds a slice of the rule's parameter; its slice is the first."""
+    replica = 0
+    if rule.expert is not None and architecture.experts is not None:
+        replica = rule.expert * world.sizes.expert // architecture.experts.num_experts
+    replicas_per_stage = world.sizes.context * world.sizes.data
+    return world.sizes.tensor * (replicas_per_stage * stage + replica)
 
 
 def _mended(rule: Rule, parameter: torch.nn.Parameter, world: World) -> torch.Tensor:

@@ -4,9 +4,10 @@ Works on the n sampled tokens of a micro-batch, never on padded rows: what is ma
 multiplied by 0, it is not there, so a NaN under the mask cannot reach the loss or a gradient.
 """
 
-from typing import NamedTuple, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import torch
+import torch.distributed as dist
 
 from libra.algorithms.objective import KL_LIMIT, LOG_RATIO_LIMIT, KlEstimator, Objective
 from libra.trainer.batch import MicroBatch
@@ -36,7 +37,7 @@ def policy_loss(
     mismatch = _held(old - batch.rollout_logprobs)
     log_ratio = _held(logprobs - old)
     if objective.policy_loss == "gspo":
-        log_ratio = _spread(_sums(log_ratio, batch) / batch.lengths.clamp(min=1), batch)
+        log_ratio = _spread(_sums(log_ratio, batch) / batch.num_sampled.clamp(min=1), batch)
     ratio = log_ratio.exp()
     surrogate = _surrogate(ratio, logprobs, batch.advantages, objective)
     losses = surrogate * correction_weights(mismatch, batch, objective)
@@ -57,6 +58,26 @@ def policy_loss(
             mismatch=mismatch_k3(_held(logprobs - batch.rollout_logprobs)).sum(),
         )
     return loss, sums
+
+
+class _SumOverGroup(torch.autograd.Function):
+    """Sum of a tensor over ranks, each of which goes on to a loss of its own.
+
+    The ranks' losses are summed, so a rank's gradient is the sum of what all of them ask for.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, here: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        total = here.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 def _surrogate(
@@ -141,10 +162,15 @@ def _held(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Sum of each row's tokens, [b]."""
-    return torch.segment_reduce(values, "sum", lengths=batch.lengths)
+    """Sum of each sequence's tokens over all ranks that hold pieces of it, [m]."""
+    here: torch.Tensor = torch.segment_reduce(values, "sum", lengths=batch.lengths)
+    context = batch.packing.context
+    if context is None:
+        return here
+    everywhere: torch.Tensor = _SumOverGroup.apply(here, context.group)  # type: ignore[no-untyped-call]
+    return everywhere
 
 
 def _spread(of_rows: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Each row's value on every one of its tokens, [n]."""
+    """Each sequence's value on every one of its tokens here, [n]."""
     return of_rows.repeat_interleave(batch.lengths)

@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 
 from libra.config.run import RunConfig
 from libra.trainer.architecture import Architecture
-from libra.trainer.layers import RmsNorm, SdpaAttention
+from libra.trainer.layers import RmsNorm, Rotary, SdpaAttention
 from libra.trainer.rope import inverse_frequencies
 from libra.trainer.tensor_map import padded_vocab_size
 from libra.trainer.world import World
@@ -96,13 +96,35 @@ def transformer_config(
         cross_entropy_loss_fusion=False,
         batch_p2p_comm=False,
         **recompute,
+        **_expert_settings(architecture),
     )
+
+
+def _expert_settings(architecture: Architecture) -> dict[str, Any]:
+    if architecture.experts is None:
+        return {}
+    return {
+        "num_moe_experts": architecture.experts.num_experts,
+        "moe_router_topk": architecture.experts.num_per_token,
+        "moe_ffn_hidden_size": architecture.ffn_size,
+        # The softmax before the choice leaves the weights of the chosen as they are; after it,
+        # they sum to 1, which is what dividing them by their sum comes to.
+        "moe_router_pre_softmax": not architecture.experts.has_normalized_weights,
+        # Policy gradients are the only loss: no term pulls the router towards balance.
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_permute_fusion": False,
+    }
 
 
 def build_model(config: RunConfig, architecture: Architecture, world: World) -> Any:
     """Build this rank's part of the model in `train_dtype` on its device, weights not set."""
     settings = transformer_config(config, architecture, world)
-    layer = get_gpt_layer_local_spec(qk_layernorm=architecture.has_qk_norm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=settings.num_moe_experts,
+        qk_layernorm=architecture.has_qk_norm,
+        normalization="RMSNorm",
+    )
     layer.submodules.input_layernorm = RmsNorm
     layer.submodules.pre_mlp_layernorm = RmsNorm
     attention = layer.submodules.self_attention.submodules
@@ -122,7 +144,7 @@ def build_model(config: RunConfig, architecture: Architecture, world: World) -> 
         share_embeddings_and_output_weights=architecture.has_tied_embeddings,
         position_embedding_type="rope",
     )
-    model.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(world.device)
+    model.rotary_pos_emb = Rotary(inverse_frequencies(architecture).to(world.device))
     model.to(world.device)
     if settings.bf16:
         model = Float16Module(settings, model)

@@ -11,7 +11,6 @@ from libra.trainer.architecture import Architecture
 from libra.trainer.batch import MicroBatch
 from libra.trainer.head import Head, ScoreRequest, score_tokens
 from libra.trainer.loss import LossSums
-from libra.trainer.model import bare
 from libra.trainer.tensor_map import padded_vocab_size
 from libra.trainer.world import World
 
@@ -30,7 +29,6 @@ class Pipeline:
     ) -> None:
         """`logit_rows`: sequences whose logits may exist at once."""
         self._model = model
-        self._world = world
         self._logit_rows = logit_rows
         vocab_slice = padded_vocab_size(architecture, world.sizes.tensor) // world.sizes.tensor
         start = vocab_slice * world.at.tensor
@@ -97,8 +95,9 @@ class Pipeline:
             beat()
             output = model(
                 batch.token_ids,
-                batch.position_ids,
+                batch.packing.positions,
                 None,
+                packed_seq_params=batch.packing,
                 output_processor=score_tokens,
                 output_processor_context=self._request(batch, temperature),
             )
@@ -116,17 +115,10 @@ class Pipeline:
         return results
 
     def _request(self, batch: MicroBatch, temperature: float) -> ScoreRequest:
-        rows = self._logit_rows * batch.token_ids.shape[1]
         return ScoreRequest(
             head=self._head,
-            positions=batch.positions,
+            positions=batch.scored,
             targets=batch.targets,
             temperature=temperature,
-            chunk_tokens=max(rows, self._smallest_chunk),
+            chunk_tokens=max(self._logit_rows * batch.packing.longest, self._smallest_chunk),
         )
-
-    @property
-    def length_multiple(self) -> int:
-        """What padded lengths must be a multiple of: sequence parallelism cuts them evenly."""
-        settings = bare(self._model).config
-        return self._world.sizes.tensor if settings.sequence_parallel else 1

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 
 from libra.config.run import RunConfig
 from libra.errors import DataError, InvariantError
@@ -38,23 +39,20 @@ def probe_logprobs(trainer: Trainer, token_ids: Sequence[int]) -> tuple[float, .
     sample = SampleArrays(
         token_ids=np.array(token_ids, np.int32),
         sampled=np.arange(1, len(token_ids)),
-        rollout_logprobs=np.zeros(num_scored, np.float32),
+        # Under context parallelism a rank scores some of them; this says which.
+        rollout_logprobs=np.arange(num_scored, dtype=np.float32),
         advantage=0.0,
         weight=0.0,
     )
-    batches = micro_batches(
-        [sample],
-        rows=1,
-        device=trainer.world.device,
-        length_multiple=trainer.policy.length_multiple,
-    )
+    batches = micro_batches([sample], rows=1, arrangement=trainer.arrangement)
     scores = trainer.policy.logprobs(
         batches, temperature=1.0, beat=lambda: trainer.learner.beat("probe")
     )
     # Every replica computes the same; one speaks.
-    speaks = trainer.world.has_results and trainer.world.at.data == 0
-    own = scores[0].tolist() if speaks else [0.0] * num_scored
-    return tuple(sum_over_world(trainer.world, own))
+    own = torch.zeros(num_scored, device=trainer.world.device)
+    if trainer.world.has_results and trainer.world.at.data == 0:
+        own[batches[0].rollout_logprobs.long()] = scores[0]
+    return tuple(sum_over_world(trainer.world, own.tolist()))
 
 
 def judge(command: JudgeAcks, config: RunConfig) -> AcksJudged:

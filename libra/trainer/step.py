@@ -15,6 +15,7 @@ from libra.config.run import RunConfig
 from libra.errors import InvariantError, LearningStoppedError
 from libra.trainer.architecture import Architecture
 from libra.trainer.batch import (
+    Arrangement,
     MicroBatch,
     SampleArrays,
     decode_mini_batch,
@@ -68,6 +69,8 @@ class LearnerParts(NamedTuple):
     reference: Pipeline | None
     """The KL reference; None without a KL term."""
 
+    arrangement: Arrangement
+
 
 class Learner:
     """Turns policy v(k-1) into v(k). Every rank calls it with its own shard, in step."""
@@ -88,6 +91,7 @@ class Learner:
         self._optimizer = parts.optimizer
         self._policy = parts.policy
         self._reference = parts.reference
+        self._arrangement = parts.arrangement
         self._beat = beat
         self._objective = objective(config.algorithm, temperature=config.rollout.temperature)
         self._decay_steps = decay_steps(config.training, total_steps=config.control.total_steps)
@@ -148,12 +152,13 @@ class Learner:
         return [self._with_reference(*pair) for pair in zip(shards, prepared, strict=True)]
 
     def _split(self, shard: Sequence[SampleArrays], rows: int) -> list[MicroBatch]:
-        return micro_batches(
-            shard,
-            rows=rows,
-            device=self._world.device,
-            length_multiple=self._policy.length_multiple,
-        )
+        batches = micro_batches(shard, rows=rows, arrangement=self._arrangement)
+        if self._world.sizes.expert > 1:
+            # Experts are exchanged within a micro-batch: every rank must have as many.
+            most = int(max_over_world(self._world, [float(len(batches))])[0])
+            for _ in range(most - len(batches)):
+                batches += micro_batches([], rows=rows, arrangement=self._arrangement)
+        return batches
 
     def _with_old_logprobs(
         self,

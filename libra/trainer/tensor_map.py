@@ -5,6 +5,7 @@ over tensor parallelism; the inverse goes back, name for name.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from math import lcm
 from typing import Literal, assert_never
 
@@ -30,11 +31,13 @@ class SourceTensor(msgspec.Struct, frozen=True):
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """One Megatron parameter, as named on a rank whose layers are numbered as in the model."""
+    """One Megatron parameter, named as on a rank that holds all layers and all experts."""
 
     parameter: str
     kind: Kind
     sources: tuple[SourceTensor, ...]
+    expert: int | None = None
+    """Index of the expert it belongs to; None for what every rank of a stage has."""
 
 
 def padded_vocab_size(architecture: Architecture, tensor_size: int) -> int:
@@ -63,16 +66,24 @@ def final_norm_rule(architecture: Architecture) -> Rule:
 
 def layer_rules(architecture: Architecture, layer: int) -> list[Rule]:
     """Return the rules of the layer with index `layer`, counted from 0 over the whole model."""
-    hidden, ffn = architecture.hidden_size, architecture.ffn_size
+    return [*_attention_rules(architecture, layer), *_feed_forward_rules(architecture, layer)]
+
+
+def _layer_rule(
+    layer: int, parameter: str, kind: Kind, *sources: tuple[str, tuple[int, ...]]
+) -> Rule:
+    return Rule(
+        f"decoder.layers.{layer}.{parameter}",
+        kind,
+        tuple(SourceTensor(f"model.layers.{layer}.{name}", shape) for name, shape in sources),
+    )
+
+
+def _attention_rules(architecture: Architecture, layer: int) -> list[Rule]:
+    hidden = architecture.hidden_size
+    rule = partial(_layer_rule, layer)
     queries = architecture.num_heads * architecture.head_dim
     keys = architecture.num_kv_heads * architecture.head_dim
-
-    def rule(parameter: str, kind: Kind, *sources: tuple[str, tuple[int, ...]]) -> Rule:
-        return Rule(
-            f"decoder.layers.{layer}.{parameter}",
-            kind,
-            tuple(SourceTensor(f"model.layers.{layer}.{name}", shape) for name, shape in sources),
-        )
 
     qkv = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
     rules = [
@@ -92,13 +103,6 @@ def layer_rules(architecture: Architecture, layer: int) -> list[Rule]:
             "replicated",
             ("post_attention_layernorm.weight", (hidden,)),
         ),
-        rule(
-            "mlp.linear_fc1.weight",
-            "gate_up",
-            ("mlp.gate_proj.weight", (ffn, hidden)),
-            ("mlp.up_proj.weight", (ffn, hidden)),
-        ),
-        rule("mlp.linear_fc2.weight", "columns", ("mlp.down_proj.weight", (hidden, ffn))),
     ]
     if architecture.has_qkv_bias:
         biases = ((f"self_attn.{name}.bias", (rows,)) for name, rows in qkv)
@@ -108,6 +112,44 @@ def layer_rules(architecture: Architecture, layer: int) -> list[Rule]:
             source = (f"self_attn.{letter}_norm.weight", (architecture.head_dim,))
             rules.append(rule(f"self_attention.{letter}_layernorm.weight", "replicated", source))
     return rules
+
+
+def _feed_forward_rules(architecture: Architecture, layer: int) -> list[Rule]:
+    if architecture.experts is None:
+        return _swiglu_rules(architecture, layer, "mlp", "mlp")
+    num_experts = architecture.experts.num_experts
+    router = ("mlp.gate.weight", (num_experts, architecture.hidden_size))
+    rules = [_layer_rule(layer, "mlp.router.weight", "replicated", router)]
+    for expert in range(num_experts):
+        of_expert = _swiglu_rules(
+            architecture,
+            layer,
+            f"mlp.experts.local_experts.{expert}",
+            f"mlp.experts.{expert}",
+        )
+        rules += [msgspec.structs.replace(rule, expert=expert) for rule in of_expert]
+    return rules
+
+
+def _swiglu_rules(
+    architecture: Architecture, layer: int, parameter_prefix: str, source_prefix: str
+) -> list[Rule]:
+    hidden, ffn = architecture.hidden_size, architecture.ffn_size
+    return [
+        _layer_rule(
+            layer,
+            f"{parameter_prefix}.linear_fc1.weight",
+            "gate_up",
+            (f"{source_prefix}.gate_proj.weight", (ffn, hidden)),
+            (f"{source_prefix}.up_proj.weight", (ffn, hidden)),
+        ),
+        _layer_rule(
+            layer,
+            f"{parameter_prefix}.linear_fc2.weight",
+            "columns",
+            (f"{source_prefix}.down_proj.weight", (hidden, ffn)),
+        ),
+    ]
 
 
 def model_rules(architecture: Architecture) -> list[Rule]:

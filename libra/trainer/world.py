@@ -23,6 +23,9 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     tensor_group: Any
     """The ranks that hold slices of the same layers and the same samples."""
 
+    context_group: Any
+    """The ranks that hold pieces of the same sequences."""
+
     @property
     def size(self) -> int:
         return self.sizes.tensor * self.sizes.pipeline * self.sizes.context * self.sizes.data
@@ -37,8 +40,8 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_results(self) -> bool:
-        """Whether this rank speaks for its data-parallel replica; sums count each token once."""
-        return self.is_last_stage and self.at.tensor == 0 and self.at.context == 0
+        """Whether this rank's scores count: over all such ranks, every token is scored once."""
+        return self.is_last_stage and self.at.tensor == 0
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"], *, local_rank: int) -> torch.device:
@@ -78,6 +81,7 @@ def join_world(
         sizes=sizes,
         device=device,
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        context_group=parallel_state.get_context_parallel_group(),
     )
 
 

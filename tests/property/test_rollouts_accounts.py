@@ -61,8 +61,23 @@ class Accounts(RuleBasedStateMachine):
     @rule(data=st.data(), age=st.integers(0, 3))
     def finish_a_sample(self, data, age):
         group, index = self.pick(data, "running")
-        if group is None:
-            return
+        if group is not None:
+            self.finish(group, index, age)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), ages=st.lists(st.integers(0, 3), min_size=2, max_size=2))
+    def finish_whole_groups(self, data, ages):
+        """Without it few runs would come as far as a batch."""
+        some = data.draw(st.lists(st.sampled_from(list(self.open)), min_size=1, unique=True))
+        for group, age in zip(some, ages * len(some), strict=False):
+            for index, state in enumerate(list(self.open[group])):
+                if state == "enqueued":
+                    self.buffer.on_started(group.group_id, index, now=self.now)
+                    self.open[group][index] = self.now
+                if state != "finished":
+                    self.finish(group, index, age)
+
+    def finish(self, group, index, age):
         version = max(0, self.version - age)
         self.buffer.on_finished(trajectory(group, index, version=version, reward=float(index)))
         self.open[group][index] = "finished"
@@ -87,7 +102,7 @@ class Accounts(RuleBasedStateMachine):
         self.buffer.on_finished(trajectory(group, 0))
         assert self.buffer.counts == before
 
-    @rule(elapsed_s=st.floats(0.0, 4.0))
+    @rule(elapsed_s=st.sampled_from([0.0, 1.0, 2.0, 2.5, 5.0, 5.5, 6.0]))
     def let_time_pass(self, elapsed_s):
         self.now += elapsed_s
         self.buffer.on_tick(now=self.now)
@@ -165,5 +180,5 @@ class Accounts(RuleBasedStateMachine):
 
 
 TestAccounts = Accounts.TestCase
-TestAccounts.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAccounts.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestAccounts.pytestmark = [pytest.mark.case("T-B55", "T-B47")]

@@ -40,6 +40,7 @@ from libra_supervisor.loop.control import Control, Policy
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.publication import Publication, Terms
 from libra_supervisor.loop.rollout_desk import RolloutDesk
+from libra_supervisor.loop.rollout_state import encoded
 
 RUN = RunId("run")
 PROBE = (1, 2, 3)
@@ -249,7 +250,7 @@ class World:
             case commands.SendBatch(_, step, groups):
                 self._train(step, groups)
             case commands.SaveRun(_, step, state):
-                self.checkpoints[step] = state
+                self.checkpoints[step] = encoded(state)
                 self._rank_says(CheckpointSaved(step, f"/c/{step}", 0.1))
             case commands.SendReload(instance_id, incarnation, request):
                 self._reload(instance_id, incarnation, request)

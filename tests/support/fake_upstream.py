@@ -28,6 +28,7 @@ class FakeUpstream:
         self.num_tokens = 5
         self.token_delay_s = 0.0
         self.is_hanging = False
+        self.drops_all = False
         self.hang_after_tokens: int | None = None
         self.reset_after_tokens: int | None = None
         self.error_after_tokens: int | None = None
@@ -80,6 +81,9 @@ class FakeUpstream:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.read())
         self.headers.append(request.headers)
+        if self.drops_all:
+            request.transport.abort()
+            return web.Response()
         refusal = self._refusal()
         if refusal is not None:
             return refusal

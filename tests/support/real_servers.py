@@ -64,13 +64,21 @@ class RunFiles:
 class RealServer:
     """One vLLM server process, started from the spec that the supervisor would use."""
 
-    def __init__(self, files: RunFiles, name: str, *, core: int, served: Path | None = None):
+    def __init__(
+        self,
+        files: RunFiles,
+        name: str,
+        *,
+        core: int,
+        served: Path | None = None,
+        extra_args: tuple[str, ...] = (),
+    ):
         config = RunConfig(
             model=ModelConfig(model_path=str(files.base)),
             rollout=RolloutConfig(
                 max_model_len=2048,
                 rollout_max_num_seqs=64,
-                rollout_extra_args=["--enable-scale-out"],
+                rollout_extra_args=["--enable-scale-out", *extra_args],
             ),
             training=TrainingConfig(train_dtype="float32"),
         )

@@ -7,7 +7,8 @@ from libra.errors import DataError, InvariantError
 from libra.ids import PolicyVersion
 from libra.rollouts.accounts import BufferLimits, in_words
 from libra.rollouts.buffer import BufferState, CancelGroup, QuarantinePrompt, RolloutBuffer
-from trajectories import admitted, complete, prompt, trajectory
+from libra.rollouts.generation import completion_error, joined
+from trajectories import admitted, complete, completion, prompt, trajectory
 
 V0, V1, V2 = PolicyVersion(0), PolicyVersion(1), PolicyVersion(2)
 
@@ -41,14 +42,14 @@ def test_groups_are_admitted_whole():
     assert buffer.num_admissible(serving_version=V0) == 0
 
 
-def test_groups_may_complete_in_any_order():
+def test_groups_may_complete_in_any_order_and_are_taken_in_that_of_the_data():
     buffer = RolloutBuffer(limits())
     groups = [buffer.admit(prompt(row)) for row in range(3)]
     start(buffer, groups[0])
     finish(buffer, groups[2])
     finish(buffer, groups[1])
     batch = buffer.take_batch(version=V0)
-    assert [g.group_id for g in batch] == [groups[2].group_id, groups[1].group_id]
+    assert [g.group_id for g in batch] == [groups[1].group_id, groups[2].group_id]
     assert [t.sample_index for t in batch[0].trajectories] == [0, 1]
 
 
@@ -268,6 +269,26 @@ def test_what_only_a_bug_can_do_is_an_invariant_error():
         RolloutBuffer(limits(batch_size=3))
     with pytest.raises(InvariantError, match="groups never fit"):
         RolloutBuffer(limits(max_concurrent=1))
+
+
+def test_signs_of_life_of_what_does_not_run_change_nothing():
+    buffer = RolloutBuffer(limits(lease_s=1.0))
+    group = buffer.admit(prompt(0))
+    buffer.on_progress(group.group_id, 0, now=5.0)
+    buffer.on_progress(admitted(9).group_id, 0, now=5.0)
+    buffer.on_started(admitted(9).group_id, 0, now=5.0)
+    assert buffer.num_late_reports == 1
+    assert buffer.oldest_wait() is None
+    assert buffer.on_tick(now=100.0) == ()
+
+
+def test_a_continuation_must_continue_what_was_answered():
+    first = completion((10, 11), finish_reason="abort", num_prompt_tokens=5)
+    whole = joined(first, completion((12,), version=1, num_prompt_tokens=7))
+    assert (whole.token_ids, whole.num_prompt_tokens) == ((10, 11, 12), 5)
+    assert completion_error(whole) is None
+    with pytest.raises(InvariantError, match="a continuation has 6 prompt tokens, not 5 and 2"):
+        joined(first, completion((12,), num_prompt_tokens=6))
 
 
 def test_drops_are_told_in_words():

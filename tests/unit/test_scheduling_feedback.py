@@ -1,5 +1,7 @@
 """What snapshots change, and what their absence does."""
 
+import math
+
 import pytest
 
 from fleets import fleet_of, place, request, scheduling, snapshot, spec
@@ -46,6 +48,31 @@ def test_an_unknown_capacity_makes_a_token_load_unknown():
             observed_load("tokens", seen, kv_capacity_tokens=capacity, tokens_per_request=50.0)
             is None
         )
+
+
+@pytest.mark.case("R-B18")
+@pytest.mark.parametrize("nonsense", [math.nan, math.inf, -math.inf, -1.0])
+def test_impossible_numbers_are_unknown_each_by_itself(nonsense):
+    scheduler, now = closed_loop(2)
+    scheduler.on_snapshot(
+        I0,
+        snapshot(now, num_running=nonsense, num_waiting=0, kv_use_fraction=0.99),
+        now,
+    )
+    view, _ = scheduler.instances(now)
+    assert (view.removed_by, view.bias) == ("occupancy", 0.0)
+    later = now + 1
+    scheduler.on_snapshot(
+        I0, snapshot(later, num_running=5, num_waiting=0, kv_use_fraction=nonsense), later
+    )
+    view, _ = scheduler.instances(later)
+    assert (view.removed_by, view.bias) == ("occupancy", 1.5)
+
+
+def test_a_cache_that_is_more_than_full_is_not_believed():
+    scheduler, now = closed_loop(1)
+    scheduler.on_snapshot(I0, snapshot(now, kv_use_fraction=87.0), now)
+    assert scheduler.instances(now)[0].removed_by is None
 
 
 def test_load_that_others_cause_moves_requests_away():
@@ -137,6 +164,31 @@ def test_requests_pushed_back_to_waiting_count_as_a_preemption_before_the_counte
             ),
             at,
         )
+    assert scheduler.instances(now + 1)[0].is_penalized
+
+
+def test_the_preemptions_of_a_reloads_pause_are_not_held_against_the_instance():
+    scheduler, now = closed_loop(2)
+    seen = {"num_running": 4, "num_waiting": 0, "num_waiting_for_capacity": 0}
+    scheduler.on_snapshot(I0, snapshot(now, num_preemptions=5, **seen), now)
+    during = now + 1
+    scheduler.on_snapshot(I0, snapshot(during, num_preemptions=9, **seen), during)
+    assert scheduler.instances(during)[0].is_penalized
+    scheduler.set_version(I0, 1, during)
+    after = now + 2
+    back = {"num_running": 1, "num_waiting": 3, "num_waiting_for_capacity": 3}
+    scheduler.on_snapshot(I0, snapshot(after, num_preemptions=13, **back), after)
+    assert not scheduler.instances(after)[0].is_penalized
+    later = now + 3
+    scheduler.on_snapshot(I0, snapshot(later, num_preemptions=14, **seen), later)
+    assert scheduler.instances(later)[0].is_penalized
+
+
+def test_the_same_version_told_again_forgives_nothing():
+    scheduler, now = closed_loop(1)
+    for at, counter in ((now, 5), (now + 1, 6)):
+        scheduler.on_snapshot(I0, snapshot(at, num_preemptions=counter), at)
+    scheduler.set_version(I0, 0, now + 1)
     assert scheduler.instances(now + 1)[0].is_penalized
 
 

@@ -66,7 +66,6 @@ def test_a_counter_that_fell_is_a_restart_when_the_start_time_is_not_told():
     scheduler.on_snapshot(I0, snapshot(1.0, num_preemptions=900), 1.0)
     scheduler.on_snapshot(I0, snapshot(2.0, num_preemptions=3), 2.0)
     assert RestartSeen(I0, "first") in scheduler.take_notices()
-    scheduler.set_version(I0, PolicyVersion(0), 2.0)
     (view,) = scheduler.instances(2.0)
     assert view.is_penalized  # the 3 happened since its start
 

@@ -12,7 +12,7 @@ from libra.scheduling.breaker import FAULTS_TO_OPEN, OPEN_INITIAL_S, Breaker
 from libra.scheduling.expected_output import MAX_CATEGORIES
 from libra.scheduling.order import SLACK_ENTRIES, LoadOrder
 from libra.scheduling.queue import WaitingQueue
-from libra.scheduling.request import RouteRequest, Ticket
+from libra.scheduling.request import Refused, RouteRequest, Ticket
 from libra.scheduling.scheduler import Scheduler
 from libra.scheduling.slot import slot_for
 from libra.scheduling.slow_start import DURATION_S, NUM_STEPS, cold_fraction, next_step_at
@@ -131,3 +131,32 @@ def test_a_fleet_that_went_through_many_versions_keeps_one_order():
             scheduler.set_version(InstanceId(f"i{k}"), PolicyVersion(version), float(version))
     assert len(scheduler._standing.order._order_of) == 1
     assert {place(scheduler, 99.0).instance_id for _ in range(2)} == {"i0", "i1"}
+
+
+def test_a_second_release_changes_nothing_and_is_counted():
+    scheduler = fleet_of(1)
+    reservation = place(scheduler)
+    assert scheduler.is_open(reservation)
+    assert scheduler.cancel(reservation, 0.0)
+    assert not scheduler.is_open(reservation)
+    assert not scheduler.complete(reservation, 5, 0.0)
+    assert not scheduler.fail(reservation, "fault", 0.0)
+    assert not scheduler.cancel(reservation, 0.0)
+    assert scheduler.num_repeated_releases == 3
+    assert scheduler.expected_output_tokens() == {}
+    assert scheduler.num_in_flight() == 0
+
+
+def test_a_request_whose_deadline_has_passed_is_refused_and_takes_no_place():
+    scheduler = fleet_of(1)
+    assert scheduler.route(request(deadline_at=5.0), 5.0) == Refused("deadline", None)
+    assert place(scheduler, 5.0, deadline_at=5.1).instance_id == "i0"
+
+
+def test_a_success_closes_a_disturbed_breaker_on_a_slot_that_others_use():
+    scheduler = fleet_of(1)
+    first, second, third = (place(scheduler) for _ in range(3))
+    scheduler.fail(first, "fault", 0.0)
+    scheduler.complete(second, 5, 0.0)
+    assert scheduler.num_in_flight() == 1
+    assert scheduler.cancel(third, 0.0)

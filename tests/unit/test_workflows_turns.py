@@ -4,6 +4,7 @@ import msgspec
 import pytest
 import trio.testing
 
+import user_workflows
 from libra import clock
 from libra.data.task import Task
 from libra.data.tokenizer import PromptTokenizer
@@ -14,7 +15,7 @@ from libra.rollouts.transcript import AlignmentBrokenError, PrefixBrokenError, T
 from libra.workflows.loading import load_workflow
 from libra.workflows.multi_turn import multi_turn
 from libra.workflows.single_turn import single_turn
-from libra.workflows.tools import MalformedCall, ToolCall, calls_in
+from libra.workflows.tools import MalformedCall, Toolbox, ToolCall, calls_in
 from scripted_engine import ScriptedClient
 from tokenizer_dirs import write_tokenizer
 from trajectories import admitted, completion
@@ -173,6 +174,28 @@ def test_an_answer_whose_lengths_disagree_is_refused():
     for change in ({"logprobs": (-0.5,)}, {"version_spans": ()}, {"finish_reason": "error"}):
         with pytest.raises(AlignmentBrokenError, match="vllm-0 answered with"):
             Transcript().add_turn((1,), msgspec.structs.replace(broken_answer, **change))
+
+
+async def test_long_texts_are_the_same_when_a_thread_works_on_them(tokenizer):
+    long = "x" * 10_000
+    answer = said(tokenizer, call("slow", text=long))
+    script = [answer, said(tokenizer, long)]
+    client = ScriptedClient(tokenizer, script, max_model_len=10**6)
+    result = await multi_turn(task(tokenizer), client, tools=TOOLS, tool_timeout_s=10)
+    assert f"tool\nslow {long}\n" in tokenizer.decode(client.prompts[1])
+    assert result.response_text == long
+
+
+async def test_what_is_no_call_is_answered_with_the_reason(tokenizer):
+    text = "<tool_call>add(1)</tool_call>"
+    client = ScriptedClient(tokenizer, [said(tokenizer, text), said(tokenizer, "ok")])
+    await multi_turn(task(tokenizer), client, tools=TOOLS)
+    assert "tool\nerror: not a tool call: " in tokenizer.decode(client.prompts[1])
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="the same function name"):
+        Toolbox([user_workflows.add, user_workflows.add], timeout_s=1.0)
 
 
 def test_calls_are_found_in_the_order_in_which_they_were_written():

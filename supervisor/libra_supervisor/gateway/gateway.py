@@ -116,17 +116,16 @@ class Gateway:
 
     async def _answer(self, request: web.Request, route: Route, body: bytes) -> web.StreamResponse:
         wanted = self._route_request(request, route, body)
-        num_unreachable = 0
-        while True:
+
+        async def relay(placement: Placement) -> web.StreamResponse:
+            return await self._relay(request, route, body, placement)
+
+        for _ in range(MAX_UNREACHABLE - 1):
             try:
-                async with self._room.place(wanted) as placement:
-                    return await self._relay(request, route, body, placement)
-            except SaturatedError:
-                continue  # no engine took it: place it again, or wait until the deadline
+                return await self._room.serve(wanted, relay)
             except UnreachableError:
-                num_unreachable += 1
-                if num_unreachable == MAX_UNREACHABLE:
-                    raise
+                continue  # no engine has seen it
+        return await self._room.serve(wanted, relay)
 
     def _route_request(self, request: web.Request, route: Route, body: bytes) -> RouteRequest:
         question = read_question(body, route, chat_default_tokens=self._options.chat_default_tokens)
@@ -191,25 +190,37 @@ class Gateway:
     ) -> web.StreamResponse:
         """Pass on events as they come. Once the first is out, nothing is tried again."""
         response = web.StreamResponse(headers=_stamped(answer, placement, is_whole=False))
+        try:
+            await response.prepare(request)
+            await self._forward(engine, answer, response, placement)
+            await response.write_eof()
+        except ConnectionResetError:
+            pass  # the client went away: the place and the engine are freed as this returns
+        return response
+
+    async def _forward(
+        self,
+        engine: Engine,
+        answer: aiohttp.ClientResponse,
+        response: web.StreamResponse,
+        placement: Placement,
+    ) -> None:
         seen = StreamCount()
 
         async def forward(piece: bytes) -> None:
             seen.feed(piece)
             await response.write(piece)
 
-        await response.prepare(request)
         try:
             await self._upstream.pour(engine, answer, forward)
         except PeerError as error:
             placement.fail(error)
             await response.write(error_event(str(error)))
+            return
+        if seen.has_error:
+            placement.fail(PeerError(f"{engine.instance_id} reported an error in its stream"))
         else:
-            if seen.has_error:
-                placement.fail(PeerError(f"{engine.instance_id} reported an error in its stream"))
-            else:
-                placement.complete(seen.num_tokens)
-        await response.write_eof()
-        return response
+            placement.complete(seen.num_tokens)
 
     def _engine(self, placement: Placement) -> Engine:
         instance_id = placement.reservation.instance_id

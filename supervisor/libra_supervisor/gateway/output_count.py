@@ -7,7 +7,7 @@ USAGE_KEY = b'"completion_tokens":'
 
 EVENT_END = b"\n\n"
 DONE = b"\ndata: [DONE]"
-ERROR = b'data: {"error"'
+ERROR = b'\ndata: {"error"'
 TAIL_BYTES = 4096
 NUMBER = re.compile(rb"\s*(\d+)")
 
@@ -35,10 +35,11 @@ class StreamCount:
         """The server reported an error inside the stream."""
 
     def feed(self, chunk: bytes) -> None:
-        self._num_events += chunk.count(EVENT_END)
-        self._tail = (self._tail[-TAIL_BYTES:] + chunk)[-TAIL_BYTES:]
-        if ERROR in chunk:
-            self.has_error |= b"\n" + ERROR in self._tail
+        # A mark may be cut in two: look at the end of what came before as well.
+        before = self._tail
+        self._num_events += (before[-1:] + chunk).count(EVENT_END)
+        self.has_error |= ERROR in before[1 - len(ERROR) :] + chunk
+        self._tail = (before + chunk)[-TAIL_BYTES:]
 
     @property
     def num_tokens(self) -> int:

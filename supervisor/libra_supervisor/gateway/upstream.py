@@ -119,12 +119,12 @@ class Upstream:
             return await self._post(self._pooled, engine.url + path, body, headers, trace)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
             raise UnreachableError(f"{engine.instance_id} at {engine.url}: {exc!r}") from exc
+        except TimeoutError as exc:  # an OSError too, but no closed connection
+            limit_s = self._limits.first_byte_s
+            raise PeerError(f"{engine.instance_id} was silent for {limit_s} s") from exc
         except (aiohttp.ClientError, OSError) as exc:
             if not trace.is_reused:
                 raise PeerError(f"{engine.instance_id} did not answer: {exc!r}") from exc
-        except TimeoutError as exc:
-            limit_s = self._limits.first_byte_s
-            raise PeerError(f"{engine.instance_id} was silent for {limit_s} s") from exc
         return await self._send_again(engine, path, body, headers)
 
     async def _send_again(

@@ -1,11 +1,12 @@
 """Turns the scheduler's `Wait` into something a task can await: the one place where tasks wait."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from math import isinf
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING, Never, TypeVar
 
 import anyio
+import msgspec
 
 from libra import clock
 from libra.errors import (
@@ -19,7 +20,10 @@ from libra.errors import (
 from libra.scheduling.request import Refused, Reservation, Routed, RouteRequest, Ticket
 
 if TYPE_CHECKING:
+    from libra.scheduling.explanation import Explanation
     from libra.scheduling.scheduler import Scheduler
+
+T = TypeVar("T")
 
 TICK_S = 0.25
 """Longest delay before a state that ends by time alone is noticed while requests wait."""
@@ -69,8 +73,18 @@ class Placement:
 class WaitingRoom:
     """Places for tasks. `run` must be alive for as long as anybody may wait."""
 
-    def __init__(self, scheduler: "Scheduler") -> None:
+    def __init__(
+        self,
+        scheduler: "Scheduler",
+        *,
+        explained: "Callable[[RouteRequest, Explanation], None] | None" = None,
+    ) -> None:
+        """`explained` is told the reasons of every decision, for debug logs.
+
+        Each costs one pass over the fleet, so leave it out otherwise.
+        """
         self._scheduler = scheduler
+        self._explained = explained
         self._somebody_waits = anyio.Event()
 
     @asynccontextmanager
@@ -93,6 +107,24 @@ class WaitingRoom:
             if self._scheduler.is_open(reservation):
                 self._scheduler.cancel(reservation, clock.now())
 
+    async def serve(self, request: RouteRequest, do: Callable[[Placement], Awaitable[T]]) -> T:
+        """Place `request` and `do` it there; place it again when the engine refuses it as full.
+
+        All within one deadline. What else `do` raises ends the request as in `place`.
+        """
+        if request.deadline_at is None:
+            deadline_at = clock.now() + self._scheduler.queue_deadline_s
+            request = msgspec.structs.replace(request, deadline_at=deadline_at)
+        while True:
+            is_placed = False
+            try:
+                async with self.place(request) as placement:
+                    is_placed = True
+                    return await do(placement)
+            except RefusedError:
+                if not is_placed:
+                    raise
+
     async def run(self) -> Never:
         """Let time-bound states end while requests wait."""
         while True:
@@ -105,7 +137,10 @@ class WaitingRoom:
             self._scheduler.on_tick(clock.now())
 
     async def _reserve(self, request: RouteRequest) -> Reservation:
-        match self._scheduler.route(request, clock.now()):
+        now = clock.now()
+        if self._explained is not None:
+            self._explained(request, self._scheduler.explain(request, now))
+        match self._scheduler.route(request, now):
             case Routed(_, reservation):
                 return reservation
             case Refused() as refused:

@@ -8,6 +8,7 @@ from libra.ids import GroupId, Incarnation, InstanceId, PolicyVersion
 from libra.rollouts.group import AdmittedGroup, CompleteGroup
 from libra.wire.instance import ReloadRequest
 from libra.wire.rank import RankCommand
+from libra_supervisor.loop.rollout_state import RolloutState
 from libra_supervisor.records.reload import ReloadRecord
 from libra_supervisor.records.step import StepRecord
 
@@ -45,7 +46,7 @@ class SaveRun(msgspec.Struct, frozen=True, tag=True):
 
     attempt: int
     step: int
-    rollout_state: bytes
+    rollout_state: RolloutState
 
 
 class SendReload(msgspec.Struct, frozen=True, tag=True):

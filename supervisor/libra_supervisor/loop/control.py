@@ -60,6 +60,9 @@ class Control:
         self.publication = publication
         self.book = StepBook()
         self.attempt = 0
+        self.attempts_before = 0
+        """Of earlier supervisors of the run: what is recorded counts through all of them."""
+
         self.ready_step: int | None = None
         """The step that the gang holds; None while it is not ready."""
 
@@ -333,6 +336,7 @@ class Control:
     def _proceed(self, at: Moment) -> tuple[Command, ...]:
         return (
             *self._begin_when_ready(at),
+            *self.publication.retry(at),
             *self._finish_publication(at),
             *self.publication.catch_up(at=at),
             *self._take_batch(at),
@@ -398,7 +402,7 @@ class Control:
                     self.desk.open()
                 case cycle.Save(step):
                     done += self._close_step(at)
-                    done.append(commands.SaveRun(self.attempt, step, self.desk.dump()))
+                    done.append(commands.SaveRun(self.attempt, step, self.desk.state()))
                 case cycle.Finish(reason):
                     done += self._close_step(at)
                     done.append(commands.EndRun(self.stop_exit_code, reason))

@@ -36,6 +36,7 @@ from libra_supervisor.events import (
 )
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.commands import Command
+from libra_supervisor.loop.rollout_state import encoded
 from libra_supervisor.ports import Engines, Ranks, Rollouts, Routing
 from libra_supervisor.records.writer import RecordsWriter
 from libra_supervisor.run_directory import RunDirectory
@@ -125,7 +126,8 @@ class Executor:
             case commands.WriteReload(record):
                 self._write(ports.records.write_reload, record)
             case commands.RetireVersions(pinned):
-                self._write(self._retire_versions, pinned)
+                loading = ports.engines.loading_directories()
+                self._write(self._retire_versions, pinned, loading)
             case commands.Say(event, fields, is_warning):
                 (_log.warning if is_warning else _log.info)(event, **fields)
             case commands.EndRun(exit_code, reason):
@@ -174,14 +176,17 @@ class Executor:
         )
         await self._post(ExportChecked(command.version, command.manifest_hash, error))
 
-    def _retire_versions(self, pinned: frozenset[PolicyVersion]) -> None:
+    def _retire_versions(self, pinned: frozenset[PolicyVersion], loading: frozenset[Path]) -> None:
         published = {
             PolicyVersion(int(path.name[1:])): path
             for path in self._terms.directory.weights.iterdir()
             if path.name[:1] == "v" and path.name[1:].isdecimal()
         }
         doomed = deletable_versions(
-            published, keep_last=self._terms.keep_last, pinned=pinned, in_use=()
+            published,
+            keep_last=self._terms.keep_last,
+            pinned=pinned,
+            in_use={version for version, path in published.items() if path in loading},
         )
         for version in doomed:
             discard_directory(published[version])
@@ -195,6 +200,7 @@ class Executor:
 
     async def _save(self, command: commands.SaveRun) -> None:
         directory = self._terms.directory.checkpoint_of(command.step)
+        rollout_state = await anyio.to_thread.run_sync(encoded, command.rollout_state)
         await anyio.to_thread.run_sync(_discard_if_there, directory, limiter=self._files)
         await anyio.to_thread.run_sync(self._retire_checkpoints, limiter=self._files)
         self._ports.ranks.tell_all(
@@ -202,7 +208,7 @@ class Executor:
             SaveCheckpoint(
                 step=command.step,
                 directory=str(directory),
-                rollout_state=command.rollout_state,
+                rollout_state=rollout_state,
             ),
         )
 

@@ -12,10 +12,11 @@ from libra.errors import DataError
 from libra.ids import GroupId, PolicyVersion
 from libra.rollouts import buffer as accounts
 from libra.rollouts.accounts import BufferLimits, Counts
-from libra.rollouts.buffer import BufferCommand, BufferState, RolloutBuffer
+from libra.rollouts.buffer import BufferCommand, RolloutBuffer
 from libra.rollouts.group import CompleteGroup, PromptRef
 from libra.rollouts.trajectory import SampleFailed, Trajectory
 from libra_supervisor.loop.commands import CancelGroup, Command, Say, StartGroup
+from libra_supervisor.loop.rollout_state import RolloutState
 
 
 class Cursor(Protocol):
@@ -32,13 +33,6 @@ class Cursor(Protocol):
         """What `restore` takes."""
 
     def restore(self, state: bytes) -> None: ...
-
-
-class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint keeps of the rollout side."""
-
-    buffer: BufferState
-    cursor: bytes
 
 
 class RolloutDesk:
@@ -133,14 +127,14 @@ class RolloutDesk:
     def on_tick(self, *, now: float) -> tuple[Command, ...]:
         return _translated(self._buffer.on_tick(now=now))
 
-    def dump(self) -> bytes:
-        state = RolloutState(buffer=self._buffer.state(), cursor=self._cursor.dump())
-        return msgspec.msgpack.encode(state)
+    def state(self) -> RolloutState:
+        """What a checkpoint keeps: frozen values, to be encoded off the loop by `encoded`."""
+        return RolloutState(buffer=self._buffer.state(), cursor=self._cursor.dump())
 
     def rewind(self, state: bytes | None, version: PolicyVersion) -> None:
         """Go on from a checkpoint's state at `version`; None starts the data from its beginning.
 
-        Raises DataError when the state is not one that `dump` wrote.
+        Raises DataError when the state is not one that `encoded` made.
         """
         self._is_open = False
         self._is_cursor_done = False

@@ -96,7 +96,6 @@ def _torchrun(site: GangSite, attempt: Attempt) -> tuple[str, ...]:
         # A fresh id per attempt: what is left of an earlier one can never meet this one.
         f"--rdzv-id={site.run_id}-{attempt.incarnation}",
         "--local-addr=127.0.0.1",
-        f"--shutdown-timeout={max(1, round(site.shutdown_grace_s))}",
         f"--log-dir={error_directory(site.directory, attempt.incarnation)}",
     )
 
@@ -108,6 +107,8 @@ def _environment(site: GangSite, attempt: Attempt) -> dict[str, str]:
         "LIBRA_ATTEMPT": str(attempt.number),
         # The agent's bound store is the ranks' store: this is what holds MASTER_PORT.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
+        # As a variable, because older torchruns have no such argument and ignore this.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, round(site.shutdown_grace_s))),
         "OMP_NUM_THREADS": str(_threads_per_rank(site)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",

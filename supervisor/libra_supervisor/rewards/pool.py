@@ -79,7 +79,11 @@ class RewardPool:
     async def score(self, case: RewardCase) -> float | RewardFailed:
         """Score one case; waits for a free worker, and the time limit begins after that wait."""
         job = _Job(case)
-        await self._send.send(job)
+        try:
+            await self._send.send(job)
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError):
+            # Whoever owns `run` hears the cause; a second error from here would hide it.
+            return job.outcome
         await job.done.wait()
         self._count(job.outcome)
         return job.outcome

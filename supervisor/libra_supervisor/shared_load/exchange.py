@@ -1,8 +1,13 @@
 """Keeps one scheduler and a shared-load directory in step, off the request path.
 
 Own counts are exact in the scheduler's memory and never read back. They are written at most every
-WRITE_INTERVAL_S while they change, and every heartbeat when they do not. The others are read right
+MIN_INTERVAL_S while they change, and every heartbeat when they do not. The others are read right
 after an own write, else every `shared_load_cache_ttl_s`.
+
+Why so often: schedulers that see each other late all fill the same valleys. With 8 of them, 64
+instances and bursts, an exchange each 20 ms keeps the imbalance within 3-5 % of one scheduler's,
+each 100 ms within 8-21 % (scripts/bench/bench_scheduler.py). Where an exchange is dear, on a large
+fleet or a slow disk, the interval grows so that it takes a bounded share of the time.
 """
 
 import threading
@@ -20,12 +25,17 @@ from libra.scheduling.shared_view import FORMAT, RankLoad, SharedView
 
 if TYPE_CHECKING:
     from libra.config.rollout import SchedulingConfig
-    from libra.scheduling.load import OwnLoad
     from libra.scheduling.scheduler import Scheduler
 
 T = TypeVar("T")
 
-WRITE_INTERVAL_S = 0.1
+MIN_INTERVAL_S = 0.02
+MAX_LOOP_SHARE = 0.05
+"""Share of the event loop's time that exchanges may take."""
+
+MAX_DISK_SHARE = 0.5
+"""Share of the time that an exchange may be waiting for the disk."""
+
 DISK_TIMEOUT_S = 5.0
 """A disk that does not answer within this is skipped; its thread is left to end by itself."""
 
@@ -70,10 +80,12 @@ class LoadExchange:
         self._rank = rank
         self._writer = writer
         self._view = SharedView(own_rank=rank, own_writer=writer, ttl_s=config.shared_load_ttl_s)
-        self._written: tuple[OwnLoad, ...] | None = None
+        self._written_revision: int | None = None
         self._written_at = -inf
         self._read_at = -inf
         self._sequence = 0
+        self._loop_s = 0.0
+        self._disk_s = 0.0
         self._is_disk_answering = True
         self._free_threads = threading.Semaphore(MAX_DISK_THREADS)
 
@@ -89,29 +101,38 @@ class LoadExchange:
         try:
             while True:
                 await self.exchange_once()
-                await clock.sleep(WRITE_INTERVAL_S)
+                await clock.sleep(self._interval_s())
         finally:
             with anyio.move_on_after(DISK_TIMEOUT_S, shield=True):
                 await self._on_disk(self._files.remove)
 
     async def exchange_once(self) -> None:
         """Write if there is something to say, read if it is time, and tell the scheduler."""
-        now = clock.now()
-        own = self._scheduler.own_load()
+        began = clock.now()
         heartbeat_at = self._written_at + self._config.shared_load_heartbeat_s
-        if own != self._written or now >= heartbeat_at:
-            await self._write(own)
-        elif now < self._read_at + self._config.shared_load_cache_ttl_s:
+        if self._scheduler.load_revision != self._written_revision or began >= heartbeat_at:
+            await self._write()
+        elif began < self._read_at + self._config.shared_load_cache_ttl_s:
             return
-        self._read_at = now
+        self._read_at = began
         files = await self._on_disk(self._files.read)
+        self._disk_s = clock.now() - began
+        self._take_in(files or {})
+
+    def _take_in(self, files: dict[str, RankLoad]) -> None:
+        began = clock.monotonic()
         now = clock.now()
-        self._view.on_read(files or {}, now=now, wall_ns=clock.wall_ns())
+        self._view.on_read(files, now=now, wall_ns=clock.wall_ns())
         self._scheduler.on_remote_load(self._view.remote_load(now), now)
         for rank in self._view.take_conflicts():
             log.error("two processes have one rank in shared_load_dir", rank=rank)
+        self._loop_s = clock.monotonic() - began
 
-    async def _write(self, own: "tuple[OwnLoad, ...]") -> None:
+    def _interval_s(self) -> float:
+        return max(MIN_INTERVAL_S, self._loop_s / MAX_LOOP_SHARE, self._disk_s / MAX_DISK_SHARE)
+
+    async def _write(self) -> None:
+        revision = self._scheduler.load_revision
         self._sequence += 1
         content = RankLoad(
             format=FORMAT,
@@ -119,7 +140,7 @@ class LoadExchange:
             writer=self._writer,
             sequence=self._sequence,
             written_at_ns=clock.wall_ns(),
-            load=own,
+            load=self._scheduler.own_load(),
         )
 
         def write() -> bool:
@@ -128,7 +149,7 @@ class LoadExchange:
 
         self._written_at = clock.now()
         if await self._on_disk(write):
-            self._written = own
+            self._written_revision = revision
 
     async def _on_disk(self, do: Callable[[], T]) -> T | None:
         """Run `do` in a thread; None when the disk fails or does not answer."""

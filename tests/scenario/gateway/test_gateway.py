@@ -427,7 +427,7 @@ async def test_gateway_requests_and_our_own_share_one_ledger():
         assert headers["X-Libra-Instance"] != own.instance_id
 
 
-async def test_many_clients_that_leave_at_once_leave_nothing():
+async def test_many_clients_that_leave_at_once_leave_nothing(caplog):
     async with FakeUpstream() as engine, running_gateway(engine) as gateway:
         engine.token_delay_s, engine.num_tokens = 0.05, 1000
         async with anyio.create_task_group() as tg:
@@ -443,3 +443,51 @@ async def test_many_clients_that_leave_at_once_leave_nothing():
             tg.cancel_scope.cancel()
         await eventually(lambda: engine.num_running == 0)
         await eventually(lambda: gateway.scheduler.num_in_flight() == 0)
+    assert caplog.records == []
+
+
+@pytest.mark.case("R-B41")
+async def test_when_no_engine_can_be_reached_the_answer_says_so():
+    async with FakeUpstream() as engine, running_gateway(engine) as gateway:
+        await engine.die()
+        status, _, answer = await gateway.post(ASK)
+        assert status == 502
+        assert "i0" in answer["error"]["message"]
+        assert gateway.scheduler.num_in_flight() == 0
+
+
+async def test_an_instance_that_vanished_between_placing_and_sending_costs_another_try():
+    async with FakeUpstream() as engine, running_gateway(engine) as gateway:
+        gateway.scheduler.observe_instance(spec("unheard-of"), clock.now())
+        statuses = {(await gateway.post(ASK))[0] for _ in range(4)}
+        assert statuses == {200}
+
+
+@pytest.mark.case("R-B13")
+async def test_an_engine_that_is_silent_on_a_reused_connection_is_not_asked_again():
+    limits = PhaseLimits(first_byte_s=0.5)
+    async with FakeUpstream() as engine, running_gateway(engine, limits=limits) as gateway:
+        assert (await gateway.post(ASK))[0] == 200
+        engine.is_hanging = True
+        status, _, answer = await gateway.post(ASK)
+        assert (status, len(engine.bodies)) == (502, 2)
+        assert "was silent for 0.5 s" in answer["error"]["message"]
+
+
+@pytest.mark.case("R-B34")
+async def test_a_connection_lost_twice_is_not_tried_a_third_time():
+    engine = FakeUpstream()
+    async with engine, running_gateway(engine) as gateway:
+        assert (await gateway.post(ASK))[0] == 200
+        engine.drops_all = True
+        status, headers, _ = await gateway.post(ASK)
+        assert (status, headers["X-Should-Retry"]) == (502, "false")
+        assert len(engine.bodies) == 3  # the pooled connection and one fresh one
+
+
+async def test_a_body_beyond_the_limit_is_refused(monkeypatch):
+    monkeypatch.setattr("libra_supervisor.gateway.gateway.MAX_BODY_BYTES", 100)
+    async with FakeUpstream() as engine, running_gateway(engine) as gateway:
+        status, _, answer = await gateway.post(ASK | {"prompt": [1] * 100})
+        assert (status, engine.bodies) == (400, [])
+        assert "exceeds 100 bytes" in answer["error"]["message"]

@@ -4,9 +4,16 @@ import trio.testing
 
 from fleets import fleet_of, place, request, spec
 from libra import clock
-from libra.errors import DrainingError, OverloadedError
+from libra.errors import (
+    DrainingError,
+    LibraError,
+    OverloadedError,
+    PeerError,
+    RefusedError,
+    RejectedError,
+)
 from libra.ids import InstanceId
-from libra_supervisor.gateway.waiting import WaitingRoom
+from libra_supervisor.gateway.waiting import SaturatedError, WaitingRoom
 
 pytestmark = pytest.mark.anyio
 
@@ -116,3 +123,65 @@ async def test_a_pause_that_ends_by_time_alone_wakes_the_waiters():
             placement.complete(1)
         tg.cancel_scope.cancel()
     assert clock.now() - began == 3.0
+
+
+async def test_what_an_engine_refuses_as_full_is_placed_again_within_one_deadline():
+    scheduler = fleet_of(2, now=clock.now(), queue_deadline_s=20.0)
+    room, began, seen = WaitingRoom(scheduler), clock.now(), []
+
+    async def refused(placement):
+        seen.append(placement.reservation.instance_id)
+        raise SaturatedError("busy", retry_after_s=5.0)
+
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(room.run)
+        with pytest.raises(OverloadedError, match="found no instance"):
+            await room.serve(request(), refused)
+        tg.cancel_scope.cancel()
+    assert clock.now() - began == 20.0
+    assert seen == ["i0", "i1"] * 4
+    assert scheduler.num_in_flight() == 0
+
+
+async def test_the_first_engine_with_room_serves_and_its_result_is_returned():
+    scheduler = fleet_of(2, now=clock.now())
+    room, answers = WaitingRoom(scheduler), iter([RefusedError("weights unknown"), None])
+
+    async def sometimes(placement):
+        error = next(answers)
+        if error is not None:
+            raise error
+        placement.complete(7)
+        return placement.reservation.instance_id
+
+    assert await room.serve(request(), sometimes) == "i1"
+    assert scheduler.expected_output_tokens() == {"default": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("error", "num_faults"),
+    [(PeerError("reset"), 3), (RejectedError("too long"), 0), (LibraError("a bug"), 0)],
+)
+async def test_the_kind_of_an_error_says_whom_to_blame(error, num_faults):
+    scheduler = fleet_of(1, now=clock.now())
+    room = WaitingRoom(scheduler)
+
+    async def fail(_placement):
+        raise error
+
+    for _ in range(3):
+        with pytest.raises(type(error)):
+            await room.serve(request(), fail)
+    assert len(scheduler.take_notices()) == (num_faults == 3)
+    assert scheduler.num_in_flight() == 0
+
+
+async def test_every_decision_can_be_listened_to():
+    scheduler, told = fleet_of(2, now=clock.now()), []
+    room = WaitingRoom(scheduler, explained=lambda ask, why: told.append((ask, why)))
+    ask = request()
+    async with room.place(ask) as placement:
+        ((asked, why),) = told
+    assert asked is ask
+    assert why.choice == placement.reservation.instance_id
+    assert [view.load for view in why.instances] == [0.0, 0.0]

@@ -161,6 +161,12 @@ async def test_a_reward_that_cannot_be_loaded_ends_the_pool_with_the_reason(
     assert raised.group_contains(ConfigError, match=message)
 
 
+async def test_a_pool_that_has_ended_fails_the_case_and_hides_no_cause(tmp_path):
+    async with pool_of(tmp_path) as pool:
+        assert await pool.score(case("scores")) == 1.0
+    assert await pool.score(case("scores")) == RewardFailed("the reward pool has stopped")
+
+
 async def test_workers_that_cannot_start_end_the_pool_with_what_they_said(tmp_path):
     with pytest.raises(ExceptionGroup) as raised:
         async with pool_of(tmp_path, memory_bytes=2**20) as pool:

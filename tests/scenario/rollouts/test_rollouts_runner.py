@@ -1,6 +1,7 @@
 """The runner over a fleet that misbehaves, on a virtual clock."""
 
 from contextlib import asynccontextmanager
+from math import nan
 
 import anyio
 import msgspec
@@ -34,6 +35,7 @@ from libra.rewards.coercion import RewardFailed
 from libra.rollouts.accounts import BufferLimits
 from libra.rollouts.buffer import CancelGroup, RolloutBuffer
 from libra.rollouts.trajectory import alignment_error
+from libra.wire.instance import VersionSpan
 from libra.workflows.single_turn import single_turn
 from libra_supervisor.events import (
     SampleFinished,
@@ -403,8 +405,12 @@ async def test_an_invariant_broken_inside_a_workflow_is_not_the_samples_fault(tm
     ("change", "kind", "message"),
     [
         ({"loss_mask": ()}, "alignment", "mask entries"),
-        ({"rollout_logprobs": (float("nan"),) * 21}, "alignment", "logprob nan"),
+        ({"rollout_logprobs": nan}, "alignment", "logprob nan"),
+        ({"rollout_logprobs": -1.0}, "alignment", "that the policy did not sample"),
+        ({"num_prompt_tokens": 0}, "alignment", "0 prompt tokens in"),
+        ({"num_prompt_tokens": 10**6}, "alignment", "a loss mask inside the 1000000 prompt"),
         ({"version_spans": ()}, "alignment", "version spans that cover other tokens"),
+        ({"version_spans": (VersionSpan(0, 5, 5),)}, "alignment", "version span [5, 5) after"),
         ({"trajectory_id": "another"}, "workflow", "returned another, not row-0/e0/a0/s0"),
         ({"reward": float("inf")}, "reward", "returned inf"),
     ],
@@ -412,10 +418,10 @@ async def test_an_invariant_broken_inside_a_workflow_is_not_the_samples_fault(tm
 async def test_what_a_workflow_returns_is_checked_at_the_border(tmp_path, change, kind, message):
     async def workflow(task, client):
         trajectory = await single_turn(task, client)
+        changed = dict(change)
         if "rollout_logprobs" in change:
-            length = len(trajectory.token_ids)
-            change["rollout_logprobs"] = (float("nan"),) * length
-        return msgspec.structs.replace(trajectory, **change)
+            changed["rollout_logprobs"] = (change["rollout_logprobs"],) * len(trajectory.token_ids)
+        return msgspec.structs.replace(trajectory, **changed)
 
     async with running(tmp_path, workflow=workflow) as run:
         run.runner.start(admitted(0, n_samples=1))

@@ -1,5 +1,6 @@
 """Ranks that exchange their load through a real directory, and through one that misbehaves."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -213,3 +214,89 @@ def test_readers_see_whole_files_while_other_processes_replace_them(tmp_path):
             writer.wait()
     assert min(seen["1"], seen["2"]) > 0
     assert [w.returncode for w in writers] == [0, 0]
+
+
+class Rank:
+    """A rank in a process of its own."""
+
+    def __init__(self, directory, name, *, num_instances, num_requests):
+        script = Path(__file__).parents[2] / "support/children/load_rank.py"
+        argv = [sys.executable, str(script), str(directory), name, str(num_instances)]
+        self.process = subprocess.Popen(  # noqa: S603
+            [*argv, str(num_requests)], stdout=subprocess.PIPE, text=True
+        )
+
+    def until(self, is_true):
+        """The first report for which `is_true` holds."""
+        for line in self.process.stdout:
+            report = json.loads(line)
+            if is_true(report):
+                return report
+        raise AssertionError("the rank ended")
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@pytest.mark.timeout(120)
+def test_processes_that_share_a_fleet_see_each_other_and_forget_one_that_was_killed(tmp_path):
+    ranks, total = [], Counter()
+    try:
+        for name in ("0", "1", "2"):
+            rank = Rank(tmp_path, name, num_instances=8, num_requests=5)
+            ranks.append(rank)
+            total.update(rank.until(lambda report: sum(report["own"].values()) == 5)["own"])
+            # Its load lies in the directory before the next one places anything.
+            rank.until(lambda _report: num_written(tmp_path) == 5 * len(ranks))
+        # 15 requests on 8 instances; ranks that see only themselves would have put 3 on five.
+        assert max(total.values()) == 2
+        for rank in ranks:
+            rank.until(lambda report: sum(report["remote"].values()) == 10)
+        ranks[2].kill()
+        for rank in ranks[:2]:
+            rank.until(lambda report: sum(report["remote"].values()) == 5)
+        assert (tmp_path / "load_2.json").exists()
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def num_written(directory):
+    files = SharedDirectory(directory, rank="reader", writer="reader").read()
+    return sum(entry.num_requests for content in files.values() for entry in content.load)
+
+
+class FailingFiles:
+    """A directory that answers with errors until it is mended."""
+
+    def __init__(self):
+        self.is_broken = True
+
+    def write(self, content):
+        if self.is_broken:
+            raise OSError(28, "No space left on device")
+
+    def read(self):
+        if self.is_broken:
+            raise OSError(116, "Stale file handle")
+        return {}
+
+    def remove(self):
+        pass
+
+
+async def test_a_disk_that_fails_is_said_once_and_so_is_its_return(capsys):
+    scheduler, files = fleet_of(1, now=clock.now()), FailingFiles()
+    exchange = LoadExchange(scheduler, files, scheduling(), rank="0", writer="w")
+    for _ in range(5):
+        place(scheduler, clock.now())
+        await exchange.exchange_once()
+    files.is_broken = False
+    place(scheduler, clock.now())
+    await exchange.exchange_once()
+    said = capsys.readouterr().out
+    assert said.count("shared_load_dir fails") == 1
+    assert said.count("answers again") == 1
+    assert exchange.status().is_disk_answering

@@ -5,13 +5,13 @@ import numpy as np
 from trainer_ranks import no_beat, run_config
 
 
-def check_kinds(world, directory, kinds, **options) -> None:
+def check_kinds(world, directory, kinds, *, layout=None, **options) -> None:
     """`directory` holds KIND/ (a model) and KIND.safetensors (of make_references.py)."""
     for kind in kinds:
-        check(kind, directory, options, world)
+        check(kind, directory, options, world, layout)
 
 
-def check(kind, directory, options, world) -> None:
+def check(kind, directory, options, world, layout) -> None:
     from make_references import tokens_and_weights
     from safetensors.torch import load_file
 
@@ -19,21 +19,21 @@ def check(kind, directory, options, world) -> None:
     from libra.trainer.batch import SampleArrays, micro_batches
 
     expected = load_file(directory / f"{kind}.safetensors")
-    trainer = assemble(run_config(directory / kind, **options), world, beat=no_beat)
+    trainer = assemble(run_config(directory / kind, **options), world, beat=no_beat, layout=layout)
     tokens, weights = tokens_and_weights(trainer.architecture.vocab_size)
     samples = [
         SampleArrays(
             token_ids=row.int().numpy(),
             sampled=np.arange(1, len(row)),
-            # The engine's logprobs carry the weights of the sum that is differentiated.
+            # The engine's logprobs carry the weights of the sum that is differentiated, and tell
+            # which tokens are scored on this rank.
             rollout_logprobs=weight.numpy(),
             advantage=0.0,
             weight=1.0,
         )
         for row, weight in zip(tokens, weights, strict=True)
     ]
-    multiple = trainer.policy.length_multiple
-    batches = micro_batches(samples, rows=2, device=world.device, length_multiple=multiple)
+    batches = micro_batches(samples, rows=2, arrangement=trainer.arrangement)
     check_weights(trainer, directory / kind)
     check_logits(trainer, tokens, expected)
     check_logprobs(trainer, batches, expected)
@@ -59,30 +59,30 @@ def check_logits(trainer, tokens, expected) -> None:
     import torch
     from megatron.core import tensor_parallel
 
+    from libra.trainer.columns import Packing
     from libra.trainer.model import bare
 
-    if trainer.world.sizes.pipeline > 1:
+    if trainer.world.sizes.pipeline > 1 or trainer.world.sizes.context > 1:
         return
     # One extra column, so that sequence parallelism can cut the length evenly.
     padded = torch.nn.functional.pad(tokens, (0, 1))
-    positions = torch.arange(padded.shape[1]).expand_as(padded)
+    packing = Packing(positions=torch.arange(padded.shape[1]), longest=padded.shape[1])
     with torch.no_grad():
-        logits = bare(trainer.model)(padded, positions, None)
+        logits = bare(trainer.model)(padded, packing.positions, None, packed_seq_params=packing)
     logits = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
     logits = logits[:, :-1, : trainer.architecture.vocab_size]
     close(logits, expected["logits"], "logits", 1e-4)
 
 
 def check_logprobs(trainer, batches, expected) -> None:
-    import torch
     from make_references import TEMPERATURE
 
     scores = trainer.policy.logprobs(batches, temperature=TEMPERATURE, beat=lambda: None)
     if not trainer.world.is_last_stage:
         assert scores == []
         return
-    rows = [row for batch in batches for row in batch.samples]
-    close(torch.cat(scores), expected["logprobs"][rows].flatten(), "logprobs", 1e-5)
+    for score, batch in zip(scores, batches, strict=True):
+        close(score, chosen(expected["logprobs"], batch), "logprobs", 1e-5)
 
 
 def check_gradients(trainer, batches, expected) -> None:
@@ -95,8 +95,7 @@ def check_gradients(trainer, batches, expected) -> None:
     world = trainer.world
 
     def weighted_sum(scores, batch):
-        entropies = expected["entropies"][list(batch.samples)].flatten()
-        close(scores[1], entropies, "entropies", 1e-5)
+        close(scores[1], chosen(expected["entropies"], batch), "entropies", 1e-5)
         loss = ((scores[0] + 0.3 * scores[1]) * batch.rollout_logprobs).sum()
         return loss, LossSums(*[loss.detach()] * len(LossSums._fields))
 
@@ -112,6 +111,18 @@ def check_gradients(trainer, batches, expected) -> None:
     for name, gradient in gradients.items():
         wanted = expected[f"gradient.{name}"]
         close(gradient, wanted, f"gradient of {name}", 1e-5 * float(wanted.abs().max()))
+
+
+def chosen(values, batch):
+    """What was computed for the tokens of a micro-batch, found by their random weights."""
+    import torch
+    from make_references import tokens_and_weights
+
+    weights = tokens_and_weights(1)[1].flatten()
+    where = (weights[None] == batch.rollout_logprobs[:, None]).nonzero()[:, 1]
+    assert len(where) == len(batch.rollout_logprobs)
+    assert torch.equal(weights[where], batch.rollout_logprobs)
+    return values.flatten()[where]
 
 
 def close(got, wanted, what, tolerance) -> None:

@@ -1,6 +1,6 @@
 """Everything that is checked under one layout, in one start of torchrun, which takes seconds.
 
-check_layout.py TP PP MODELS SAVED OUTPUT PART...
+check_layout.py TP PP CP EP MODELS SAVED OUTPUT PART...
 Rank 0 writes what the parts return to OUTPUT as JSON. A part that fails raises.
 """
 
@@ -11,15 +11,16 @@ from pathlib import Path
 from check_equality import check_kinds
 from check_guards import check_guards
 from check_learning import learn_all
-from check_resume import go_on_all
+from check_resume import check_spread_experts, go_on_all
 
-from tiny_models import KINDS
+from tiny_models import KINDS, WITH_EXPERTS
 from trainer_ranks import joined_world, run_config
 
 
 def main() -> None:
-    models, saved, output = map(Path, sys.argv[3:6])
-    layout = {"train_tp_size": int(sys.argv[1]), "train_pp_size": int(sys.argv[2])}
+    models, saved, output = map(Path, sys.argv[5:8])
+    names = ("train_tp_size", "train_pp_size", "train_cp_size", "train_ep_size")
+    layout = {name: int(size) for name, size in zip(names, sys.argv[1:5], strict=True)}
     model = models / "qwen2"
     with joined_world(run_config(model, **layout)) as world:
         parts = {
@@ -27,12 +28,28 @@ def main() -> None:
             "sequence_parallel": lambda: check_kinds(
                 world, models, KINDS, megatron_sequence_parallel=True, **layout
             ),
+            "packed": lambda: check_kinds(world, models, KINDS, layout="packed", **layout),
+            "experts": lambda: check_kinds(
+                world,
+                models,
+                WITH_EXPERTS,
+                megatron_sequence_parallel=layout["train_tp_size"] > 1,
+                **layout,
+            ),
             "learning": lambda: learn_all(world, model, **layout),
+            "expert_learning": lambda: learn_all(
+                world,
+                models / "qwen3_moe",
+                objectives=["plain"],
+                megatron_sequence_parallel=layout["train_tp_size"] > 1,
+                **layout,
+            ),
             "guards": lambda: check_guards(world, model),
-            "save": lambda: go_on_all(world, model, saved, "save", **layout),
-            "restore": lambda: go_on_all(world, model, saved, "restore", **layout),
+            "save": lambda: go_on_all(world, models, saved, "save", **layout),
+            "restore": lambda: go_on_all(world, models, saved, "restore", **layout),
+            "spread_experts": lambda: check_spread_experts(world, models, saved, **layout),
         }
-        results = {name: parts[name]() for name in sys.argv[6:]}
+        results = {name: parts[name]() for name in sys.argv[8:]}
         if world.at.rank == 0:
             output.write_text(json.dumps(results))
 

@@ -44,25 +44,28 @@ SPLITS = {
 }
 
 
-def learn_all(world, model, **layout) -> dict[str, list[dict[str, float]]]:
+def learn_all(
+    world, model, *, objectives=tuple(OBJECTIVES), layout=None, **sizes
+) -> dict[str, list[dict[str, float]]]:
     """Metrics of the steps of every scenario; the same on every rank."""
     results = {}
-    for name, objective in OBJECTIVES.items():
+    for name in objectives:
+        objective = OBJECTIVES[name]
         splits = SPLITS if name in {"plain", "gspo"} else {"whole": {}}
         for split, options in splits.items():
-            config = run_config(model, **BASE | layout | objective | options)
-            results[f"{name}/{split}"] = learn(config, world)
-    single = run_config(model, **BASE | layout | {"mini_batch_size": 0})
-    results["one_mini_batch"] = learn(single, world, mini_batches=1)
+            config = run_config(model, **BASE | sizes | objective | options)
+            results[f"{name}/{split}"] = learn(config, world, layout=layout)
+    single = run_config(model, **BASE | sizes | {"mini_batch_size": 0})
+    results["one_mini_batch"] = learn(single, world, mini_batches=1, layout=layout)
     # Fewer samples than data-parallel ranks: some shards are empty.
-    results["one_sample"] = learn(run_config(model, **BASE | layout), world, count=1)
+    results["one_sample"] = learn(run_config(model, **BASE | sizes), world, count=1, layout=layout)
     return results
 
 
-def learn(config, world, *, count=12, mini_batches=2) -> list[dict[str, float]]:
+def learn(config, world, *, count=12, mini_batches=2, layout=None) -> list[dict[str, float]]:
     from libra.trainer.assembly import assemble
 
-    trainer = assemble(config, world, beat=no_beat)
+    trainer = assemble(config, world, beat=no_beat, layout=layout)
     steps = []
     for step in range(1, NUM_STEPS + 1):
         samples = make_samples(step, count, VOCAB_SIZE)

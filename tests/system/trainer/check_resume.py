@@ -1,6 +1,7 @@
 """Training across a save and a restore, under torchrun."""
 
 import msgspec
+import pytest
 
 from trainer_ranks import make_samples, no_beat, run_config, train_step
 
@@ -17,6 +18,11 @@ VARIANTS = {
         "megatron_use_distributed_optimizer": True,
     },
     "reference": {"kl_coefficient": 0.1},
+    "experts": {"megatron_sequence_parallel": True},
+    "distributed_experts": {
+        "megatron_sequence_parallel": True,
+        "megatron_use_distributed_optimizer": True,
+    },
 }
 BASE = {
     "micro_batch_size": 4,
@@ -28,12 +34,26 @@ BASE = {
 }
 
 
-def go_on_all(world, model, directory, action, **layout) -> dict[str, list[dict[str, float]]]:
+def go_on_all(world, models, directory, action, **layout) -> dict[str, list[dict[str, float]]]:
     """Train, save in `directory` and go on; or restore from there and go on. Returns metrics."""
-    return {
-        name: go_on(run_config(model, **BASE | layout | options), world, directory / name, action)
-        for name, options in VARIANTS.items()
-    }
+    results = {}
+    for name, options in VARIANTS.items():
+        model = models / ("qwen3_moe" if "experts" in name else "qwen2")
+        config = run_config(model, **BASE | layout | options)
+        results[name] = go_on(config, world, directory / name, action)
+    return results
+
+
+def check_spread_experts(world, models, directory, **layout) -> None:
+    """Save and restore with experts on several ranks; refuse what was saved with all on one."""
+    from libra.errors import DataError
+
+    for name in ("experts", "distributed_experts"):
+        config = run_config(models / "qwen3_moe", **BASE | layout | VARIANTS[name])
+        own = directory / "spread" / name
+        assert go_on(config, world, own, "save") == go_on(config, world, own, "restore")
+        with pytest.raises(DataError, match="train_ep_size 1"):
+            go_on(config, world, directory / name, "restore")
 
 
 def go_on(config, world, directory, action) -> list[dict[str, float]]:

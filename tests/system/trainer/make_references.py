@@ -21,6 +21,22 @@ def tokens_and_weights(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.randn(NUM_ROWS, NUM_TOKENS - 1, generator=generator)
 
 
+def as_in_the_files(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """transformers holds all experts of a layer in one tensor; files hold them one by one."""
+    prefix, _, kind = name.rpartition(".")
+    if kind not in {"gate_up_proj", "down_proj"}:
+        return [(name, tensor.clone())]
+    found = []
+    for expert, of_expert in enumerate(tensor):
+        halves = of_expert.chunk(2) if kind == "gate_up_proj" else [of_expert]
+        kinds = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
+        found += [
+            (f"{prefix}.{expert}.{k}.weight", half.clone())
+            for k, half in zip(kinds, halves, strict=True)
+        ]
+    return found
+
+
 def main() -> None:
     directory = Path(sys.argv[1])
     for kind in sys.argv[2:]:
@@ -39,7 +55,9 @@ def write_reference(model_directory: Path, output: Path) -> None:
     # Both outputs of the head are in the loss, so that both gradients are compared.
     ((logprobs + 0.3 * entropies) * weights).sum().backward()
     gradients = {
-        f"gradient.{name}": parameter.grad.clone() for name, parameter in model.named_parameters()
+        f"gradient.{name}": gradient.contiguous()
+        for own_name, parameter in model.named_parameters()
+        for name, gradient in as_in_the_files(own_name, parameter.grad)
     }
     save_file(
         {

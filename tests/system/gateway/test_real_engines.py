@@ -1,0 +1,114 @@
+"""The gateway and the scheduler over real vLLM servers on CPU."""
+
+import random
+import sys
+
+import aiohttp
+import anyio
+import openai
+import pytest
+
+from gateways import running_gateway
+from libra import clock
+from libra_supervisor.instances.metrics import server_metrics
+from tail import makespan
+
+pytestmark = [pytest.mark.anyio, pytest.mark.system, pytest.mark.timeout(500)]
+ASK = {"model": "policy", "prompt": [5, 6, 7], "max_tokens": 8, "seed": 3, "logprobs": 0,
+       "return_token_ids": True}  # fmt: skip
+
+
+async def metrics_of(server):
+    async with server.client() as client:
+        text = await client.metrics_text(timeout_s=10.0)
+    return server_metrics(text, incarnation="first", sampled_at=clock.now()).load
+
+
+async def test_an_answer_through_the_gateway_equals_the_engines_own(servers):
+    async with running_gateway(servers[0]) as gateway, aiohttp.ClientSession() as session:
+        async with session.post(servers[0].url + "/v1/completions", json=ASK) as answer:
+            direct = await answer.json()
+        status, headers, through = await gateway.post(ASK)
+        assert status == 200
+        assert through["choices"] == direct["choices"]
+        assert through["usage"] == direct["usage"]
+        assert headers["X-Libra-Instance"] == "i0"
+        assert gateway.scheduler.expected_output_tokens() == {"gateway /v1/completions": 8.0}
+
+
+async def test_the_official_client_streams_chats_and_lists(servers):
+    async with (
+        running_gateway(servers[0]) as gateway,
+        openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="unused") as client,
+    ):
+        assert [model.id for model in (await client.models.list()).data] == ["policy"]
+        stream = await client.completions.create(
+            model="policy", prompt=[5, 6, 7], max_tokens=8, seed=3, stream=True,
+            extra_body={"return_token_ids": True},
+        )  # fmt: skip
+        token_ids = [t async for chunk in stream for t in chunk.choices[0].token_ids]
+        whole = await client.completions.create(
+            model="policy", prompt=[5, 6, 7], max_tokens=8, seed=3,
+            extra_body={"return_token_ids": True},
+        )  # fmt: skip
+        assert token_ids == whole.choices[0].token_ids
+        chat = await client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": "hello"}], max_tokens=5
+        )
+        assert chat.usage.completion_tokens <= 5
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            await client.completions.create(model="policy", prompt=[5] * 3000, max_tokens=5)
+        assert gateway.scheduler.take_notices() == ()
+        assert gateway.scheduler.num_in_flight() == 0
+
+
+@pytest.mark.case("R-B14")
+async def test_an_engine_stops_generating_when_the_client_leaves(servers):
+    async with running_gateway(servers[0]) as gateway:
+        ask = ASK | {"max_tokens": 1900, "stream": True, "ignore_eos": True}
+        async with gateway.client.post(gateway.url + "/v1/completions", json=ask) as answer:
+            for _ in range(5):
+                await answer.content.readuntil(b"\n\n")
+            assert (await metrics_of(servers[0])).num_running == 1
+            answer.close()
+        with anyio.fail_after(5):
+            while (await metrics_of(servers[0])).num_running:
+                await clock.sleep(0.05)
+        assert gateway.scheduler.num_in_flight() == 0
+
+
+async def test_vllm_bench_serve_runs_against_the_gateway(servers, tokenizer):
+    async with running_gateway(*servers) as gateway:
+        argv = [
+            sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve",
+            "--backend", "openai", "--base-url", gateway.url, "--model", "policy",
+            "--tokenizer", str(tokenizer), "--dataset-name", "random", "--num-prompts", "24",
+            "--random-input-len", "32", "--random-output-len", "16", "--ignore-eos",
+            "--disable-tqdm",
+        ]  # fmt: skip
+        done = await anyio.run_process(argv, check=False)
+        said = done.stdout.decode()
+        assert done.returncode == 0, done.stderr.decode()[-3000:]
+        assert "Successful requests:                     24" in said, said
+        assert gateway.scheduler.num_in_flight() == 0
+
+
+@pytest.mark.long
+async def test_kv_tokens_with_feedback_end_a_burst_before_round_robin_and_requests(
+    servers, record_property
+):
+    rng = random.Random(4)
+    lengths = [rng.choice((60, 120, 200)) for _ in range(64)]
+    shapes = {
+        "round_robin": {"load_balance_strategy": "round_robin"},
+        "requests": {"load_metric": "requests"},
+        "kv_tokens": {"load_metric": "kv_tokens", "enable_metrics_feedback": True},
+    }
+    await makespan(servers, output_lengths=lengths[:8], num_in_flight=8, seed=99)
+    seconds = {}
+    for name, options in shapes.items():
+        found = await makespan(servers, output_lengths=lengths, num_in_flight=48, seed=1, **options)
+        seconds[name] = found.seconds
+        record_property(f"makespan_s_{name}", f"{found.seconds:.2f} {found.num_by_instance}")
+        print(name, found)
+    assert seconds["kv_tokens"] < min(seconds["round_robin"], seconds["requests"])
