@@ -18,7 +18,6 @@ parser.add_argument("--nproc-per-node", type=int)
 parser.add_argument("--log-dir")
 parser.add_argument("program", nargs=argparse.REMAINDER)
 options = parser.parse_args()
-SHUTDOWN_TIMEOUT_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
 
 
 def start(rank):
@@ -31,7 +30,7 @@ def end(ranks, signum):
     for rank in ranks:
         if rank.poll() is None:
             os.killpg(rank.pid, signum)
-    deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
+    deadline = time.monotonic() + float(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.02)
     for rank in ranks:
