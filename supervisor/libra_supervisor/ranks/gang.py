@@ -234,6 +234,9 @@ class _GangHooks(ChildHooks):
         return reasons[0]
 
     async def drain(self, child: RunningChild) -> None:
+        if not self.roster.members:
+            # Nobody could hear a Shutdown yet, and nothing is lost.
+            return
         try:
             await self.roster.send_each(
                 dict.fromkeys(self.roster.members, Shutdown("the run is stopping"))
