@@ -6,6 +6,7 @@ import torch
 from libra.algorithms.objective import objective
 from libra.config.algorithm import AlgorithmConfig
 from libra.trainer.batch import MicroBatch
+from libra.trainer.columns import Packing
 from libra.trainer.loss import correction_weights, kl_estimate, mismatch_k3, policy_loss
 
 pytestmark = pytest.mark.system
@@ -19,10 +20,11 @@ def batch(
     return MicroBatch(
         samples=(0,),
         token_ids=zeros[None],
-        position_ids=zeros[None],
-        positions=zeros,
+        packing=Packing(positions=zeros, longest=n),
+        scored=zeros,
         targets=zeros,
         lengths=torch.tensor(lengths or [n]),
+        num_sampled=torch.tensor(lengths or [n]),
         rollout_logprobs=torch.tensor(rollout),
         advantages=torch.tensor(advantages),
         weights=torch.ones(n) if weights is None else torch.tensor(weights),
