@@ -31,6 +31,13 @@ class Head(NamedTuple):
     """The tensor-parallel group; None when one rank holds the whole vocabulary."""
 
 
+class Sampling(NamedTuple):
+    """How the engine turned logits into the distribution it drew from."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
 class ScoreRequest(NamedTuple):
     """Which tokens to score. `n` tokens, rows in any order."""
 
@@ -41,7 +48,7 @@ class ScoreRequest(NamedTuple):
     targets: torch.Tensor
     """int64[n]: the tokens whose probability is wanted."""
 
-    temperature: float
+    sampling: Sampling
     chunk_tokens: int
     """Logits of at most this many tokens exist at a time."""
 
@@ -82,8 +89,7 @@ class _TokenScores(torch.autograd.Function):
         scores = hidden.new_empty((2, len(hidden)), dtype=torch.float32)
         log_sums = hidden.new_empty(len(hidden), dtype=torch.float32)
         for chunk in _chunks(len(hidden), request.chunk_tokens):
-            # The product is in the model's precision, as the engine's is.
-            sums = _row_sums(hidden[chunk] @ weight.t(), chunk, request)
+            sums = _row_sums(_logits(hidden[chunk], weight, chunk, request), chunk, request)
             scores[:, chunk], log_sums[chunk] = _scores(sums, request.head.group)
         ctx.save_for_backward(hidden, weight, log_sums, scores[1])
         ctx.request = request
@@ -96,7 +102,8 @@ class _TokenScores(torch.autograd.Function):
         weight_gradient: torch.Tensor | None = None
         for chunk in _chunks(len(hidden), ctx.request.chunk_tokens):
             per_row = (log_sums[chunk], entropies[chunk], *(g[chunk] for g in gradients[0]))
-            of_logits = _logit_gradients(hidden[chunk] @ weight.t(), chunk, per_row, ctx.request)
+            logits = _logits(hidden[chunk], weight, chunk, ctx.request)
+            of_logits = _logit_gradients(logits, chunk, per_row, ctx.request)
             torch.matmul(of_logits, weight, out=hidden_gradient[chunk])
             of_weight = of_logits.t() @ hidden[chunk]
             if weight_gradient is None:
@@ -111,6 +118,37 @@ class _TokenScores(torch.autograd.Function):
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
     return [slice(at, at + chunk_tokens) for at in range(0, num_tokens, chunk_tokens)]
+
+
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, chunk: slice, request: ScoreRequest
+) -> torch.Tensor:
+    """Logits [n, v] in the model's precision, as the engine's are; cut to top-p."""
+    logits = hidden @ weight.t()
+    if request.sampling.top_p < 1.0:
+        logits.masked_fill_(_outside_top_p(logits, chunk, request), PADDED_LOGIT)
+    return logits
+
+
+def _outside_top_p(logits: torch.Tensor, chunk: slice, request: ScoreRequest) -> torch.Tensor:
+    """Which of this rank's logits the sampler could not draw, bool[n, v].
+
+    As in vLLM: the tokens of least probability go while their sum is at most 1 - p, the likeliest
+    never. A token that was drawn stays, should rounding put it on the other side here.
+    """
+    scaled = _scaled(logits.clone(), request)
+    head = request.head
+    if head.group is not None:
+        parts = [torch.empty_like(scaled) for _ in range(dist.get_world_size(head.group))]
+        dist.all_gather(parts, scaled, group=head.group)
+        scaled = torch.cat(parts, dim=-1)
+    rising, order = scaled.sort(dim=-1)
+    is_cut = rising.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - request.sampling.top_p
+    is_cut[:, -1] = False
+    outside = torch.zeros_like(is_cut).scatter_(1, order, is_cut)
+    # Every slice of the vocabulary has the same width, so positions are token ids.
+    outside.scatter_(1, request.targets[chunk][:, None], value=False)
+    return outside[:, head.vocab_start : head.vocab_start + logits.shape[1]]
 
 
 def _scores(sums: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +175,9 @@ def _row_sums(logits: torch.Tensor, chunk: slice, request: ScoreRequest) -> torc
     if logits.is_cuda:
         from libra.trainer.head_kernels import row_sums  # noqa: PLC0415 - needs triton
 
-        return row_sums(logits, targets, num_valid=num_valid, temperature=request.temperature)
+        return row_sums(
+            logits, targets, num_valid=num_valid, temperature=request.sampling.temperature
+        )
     scaled = _scaled(logits, request)
     largest = scaled.amax(dim=-1)
     weights = (scaled - largest[:, None]).exp_()
@@ -162,7 +202,7 @@ def _logit_gradients(
             targets,
             (log_sum, entropy, of_logprob, of_entropy),
             num_valid=request.head.num_valid,
-            temperature=request.temperature,
+            temperature=request.sampling.temperature,
         )
     log_p = _scaled(logits, request) - log_sum[:, None]
     probabilities = log_p.exp()
@@ -170,14 +210,14 @@ def _logit_gradients(
     of_logits.mul_(probabilities)
     column, is_here = _own_columns(targets, request.head.num_valid)
     of_logits.scatter_add_(1, column, torch.where(is_here, of_logprob, 0.0)[:, None])
-    return of_logits.div_(request.temperature).to(logits.dtype)
+    return of_logits.div_(request.sampling.temperature).to(logits.dtype)
 
 
 def _scaled(logits: torch.Tensor, request: ScoreRequest) -> torch.Tensor:
     """float32 logits under the sampling temperature, with padding that no softmax sees."""
     scaled = logits.float()
-    if request.temperature != 1.0:
-        scaled = scaled / request.temperature
+    if request.sampling.temperature != 1.0:
+        scaled = scaled / request.sampling.temperature
     scaled[:, request.head.num_valid :] = PADDED_LOGIT
     return scaled
 

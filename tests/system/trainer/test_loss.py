@@ -37,7 +37,7 @@ def loss_and_gradient(logprobs, given: MicroBatch, **options):
     options = {"importance_correction": "none"} | options
     values = torch.tensor(logprobs, requires_grad=True)
     scores = torch.stack([values, torch.full_like(values, 0.5)])
-    made = objective(AlgorithmConfig(**options), temperature=1.0)
+    made = objective(AlgorithmConfig(**options), temperature=1.0, top_p=1.0)
     loss, sums = policy_loss(scores, given, made)
     (gradient,) = torch.autograd.grad(loss, values)
     return float(loss.detach()), gradient.tolist(), sums
@@ -130,7 +130,9 @@ DIFFERENCES = [0.1, -0.2, 1.5]
 def test_each_correction_gives_the_published_weights(correction, cap, expected):
     given = batch(rollout=[0.0] * 4, advantages=[1.0] * 4, lengths=[3, 1])
     made = objective(
-        AlgorithmConfig(importance_correction=correction, importance_cap=cap), temperature=1.0
+        AlgorithmConfig(importance_correction=correction, importance_cap=cap),
+        temperature=1.0,
+        top_p=1.0,
     )
     weights = correction_weights(torch.tensor([*DIFFERENCES, 0.0]), given, made)
     assert weights.tolist() == pytest.approx([*expected, 1.0], abs=1e-6)
