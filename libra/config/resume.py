@@ -84,7 +84,7 @@ def check_resume(
             path=path,
             what=f"was {value_of(old, path)!r} and is now {value_of(new, path)!r}, but --resume "
             f"cannot change it: {reason}",
-            hint="set it back, or start a new run with fork",
+            hint="set it back, or start a new run",
             place=place_of.get(path),
         )
         for path in all_options()

@@ -90,7 +90,7 @@ class Cursor:
             raise DataError(
                 "the training data changed since the checkpoint was written "
                 f"(fingerprint {saved.fingerprint}, now {self._fingerprint}): restore the old "
-                "file, or start a new run from the checkpoint with fork"
+                "file, or start a new run"
             )
         if saved.seed != self._seed:
             raise DataError(f"the checkpoint was written with seed {saved.seed}, not {self._seed}")

@@ -53,6 +53,10 @@ class RolloutBuffer:
         self._limits = limits
         self._open: dict[GroupId, OpenGroup] = {}
         self._complete: dict[GroupId, CompleteGroup] = {}
+        self._order_of: dict[GroupId, int] = {}
+        """Of admission; groups that have left are forgotten with the next batch."""
+
+        self._num_admitted = 0
         self._pending: deque[AdmittedGroup] = deque()
         self._quarantined: set[PromptId] = set()
         # Counted as they move: summing over the groups at every event would cost milliseconds.
@@ -201,7 +205,9 @@ class RolloutBuffer:
         return sum(len(group.trajectories) for group in stale)
 
     def take_batch(self, *, version: PolicyVersion) -> tuple[CompleteGroup, ...] | None:
-        """One batch of groups for a policy at `version`, oldest first; None when there are too few.
+        """One batch of groups for a policy at `version`; None when there are too few.
+
+        Oldest policy version first, then in order of admission.
 
         Groups that are too stale are dropped on the way.
         """
@@ -209,13 +215,18 @@ class RolloutBuffer:
         num_groups = self._limits.batch_size // self._limits.n_samples
         if len(self._complete) < num_groups:
             return None
-        # sorted() is stable, so groups of one version keep the order in which they completed.
-        batch = sorted(self._complete.values(), key=lambda g: g.oldest_version)[:num_groups]
+        # The order of the data within one version: which group finished first is left to chance.
+        batch = sorted(
+            self._complete.values(),
+            key=lambda g: (g.oldest_version, self._order_of.get(g.group_id, -1)),
+        )[:num_groups]
         for group in batch:
             del self._complete[group.group_id]
             self._accepted -= len(group.trajectories)
             self._consumed += len(group.trajectories)
         self._num_flat_drops = 0
+        present = self._open.keys() | self._complete.keys()
+        self._order_of = {i: order for i, order in self._order_of.items() if i in present}
         return tuple(batch)
 
     def state(self) -> BufferState:
@@ -254,6 +265,8 @@ class RolloutBuffer:
         if admitted.group_id in self._open or admitted.group_id in self._complete:
             raise InvariantError(f"{admitted.group_id} was admitted twice")
         self._open[admitted.group_id] = OpenGroup(admitted)
+        self._order_of[admitted.group_id] = self._num_admitted
+        self._num_admitted += 1
         self._submitted += admitted.n_samples
         self._enqueued += admitted.n_samples
         return admitted

@@ -125,7 +125,7 @@ async def _measure_libra(directory: Path, num_blocks: int) -> dict[str, float]:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_watch_lag, lags)
             child = await spawner.spawn(spec, Incarnation("flood-1"))
-            while bytes_logged(directory / "logs", "flood") < num_bytes:  # noqa: ASYNC110
+            while bytes_logged(directory / "logs", "flood") < num_bytes:
                 await anyio.sleep(0.01)
             took_s = time.monotonic() - began_at
             used_s = cpu_s(relay_pid) - used_s

@@ -1,6 +1,7 @@
 """What the loop's effects need of the world. `app` puts the real parts behind them."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from libra.ids import GroupId, Incarnation, InstanceId
@@ -34,6 +35,9 @@ class Engines(Protocol):
         """Raises PeerError when there is no answer."""
 
     def url_of(self, instance_id: InstanceId) -> str: ...
+
+    def loading_directories(self) -> frozenset[Path]:
+        """Published versions that processes are starting from: they must not be deleted."""
 
     def replace(self, instance_id: InstanceId, reason: str) -> None:
         """End the process and start another, without waiting for either."""

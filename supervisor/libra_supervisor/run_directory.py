@@ -103,10 +103,19 @@ class RunDirectory(msgspec.Struct, frozen=True):
         return self.trajectories / f"step_{step:06d}.jsonl"
 
     def create(self) -> None:
-        """Make the directory and its fixed folders; existing ones are kept."""
+        """Make the directory and its fixed folders; existing ones are kept.
+
+        Raises SiteError when that is not possible there.
+        """
         folders = (self.logs, self.trajectories, self.weights, self.checkpoints, self.phase_trace)
-        for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SiteError(
+                f"the run directory {self.root} cannot be made: {error.strerror}; "
+                "choose another --run-dir"
+            ) from error
 
 
 class Holder(msgspec.Struct, frozen=True):

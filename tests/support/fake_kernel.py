@@ -37,7 +37,7 @@ class FakeKernel:
                     child, 1, row.pgid, row.sid, row.state, row.start_ticks, row.name
                 )
 
-    async def survey(self, choose, *, with_segments):
+    async def survey(self, choose, *, with_segments, max_age_s=0.0):
         await anyio.sleep(self.survey_s)
         rows = choose(self.rows, self.tags.get)
         names = {name for row in rows for name in self.segments.get(row.pid, ())}

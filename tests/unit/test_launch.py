@@ -11,6 +11,7 @@ from libra.config.run_control import RunControlConfig
 from libra.config.training import TrainingConfig
 from libra.errors import ConfigError, InfeasiblePlanError, SiteError
 from libra.planner.plan import configured_plan
+from libra_supervisor.app import launch
 from libra_supervisor.app.launch import RunRequest, choose_directory, new_run_id, plan_in_words
 from libra_supervisor.doctor.devices import cuda_devices, resolved_device, slot_devices
 from libra_supervisor.run_directory import RunDirectory
@@ -62,6 +63,16 @@ def test_resume_without_a_directory_takes_the_newest_run_of_that_configuration(w
     made(working / "runs/theirs-20260401T000000")
     (working / "runs/mine-20260501T000000").mkdir()  # stopped before it wrote anything
     assert choose_directory(request(is_resume=True)).root == newest
+
+
+def test_resume_prefers_the_newest_run_that_saved_something(working, monkeypatch):
+    saved = made(working / "runs/mine-20260101T000000")
+    made(working / "runs/mine-20260301T000000")  # a start that failed
+    made(working / "runs/mine-too-20260401T000000")  # of another configuration
+    monkeypatch.setattr(
+        launch, "list_complete_checkpoints", lambda path: [1] if path.parent == saved else []
+    )
+    assert choose_directory(request(is_resume=True)).root == saved
 
 
 def test_resume_with_nothing_to_resume_says_where_it_looked(working):

@@ -8,6 +8,7 @@ from libra.ids import PolicyVersion, PromptId
 from libra.rollouts.group import AdmittedGroup, CompleteGroup, PromptRef
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.step_book import StepBook
+from libra_supervisor.records.reader import last_attempt
 from libra_supervisor.records.writer import RecordsWriter, append_line
 from libra_supervisor.run_directory import RunDirectory
 
@@ -78,3 +79,10 @@ def test_a_line_torn_by_a_crash_does_not_swallow_the_next_one(tmp_path):
     assert lines[1] == b'{"step": 2, "rew'
     with pytest.raises(msgspec.DecodeError):
         msgspec.json.decode(lines[1])
+
+
+def test_attempts_are_counted_through_all_supervisors_of_a_run(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert last_attempt(path) == 0
+    path.write_bytes(b'{"step": 1, "attempt": 1}\n{"step": 2, "attempt": 3}\n{"step": 3, "att')
+    assert last_attempt(path) == 3

@@ -42,14 +42,14 @@ def test_groups_are_admitted_whole():
     assert buffer.num_admissible(serving_version=V0) == 0
 
 
-def test_groups_may_complete_in_any_order():
+def test_groups_may_complete_in_any_order_and_are_taken_in_that_of_the_data():
     buffer = RolloutBuffer(limits())
     groups = [buffer.admit(prompt(row)) for row in range(3)]
     start(buffer, groups[0])
     finish(buffer, groups[2])
     finish(buffer, groups[1])
     batch = buffer.take_batch(version=V0)
-    assert [g.group_id for g in batch] == [groups[2].group_id, groups[1].group_id]
+    assert [g.group_id for g in batch] == [groups[1].group_id, groups[2].group_id]
     assert [t.sample_index for t in batch[0].trajectories] == [0, 1]
 
 

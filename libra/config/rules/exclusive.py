@@ -131,7 +131,7 @@ SWITCHES: Final = (
         "configured",
     ),
     Dependence(("phase_trace_dir",), "phase_trace_enabled", bool, "true"),
-    Dependence(("api.api_host", "api.api_token_file"), "api.api_port", _is_not(None), "set"),
+    Dependence(("api.api_host",), "api.api_port", _is_not(None), "set"),
 )
 """Set while the switch is off: a warning."""
 

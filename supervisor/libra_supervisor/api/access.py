@@ -25,7 +25,10 @@ def read_or_make_token(path: Path) -> str:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        token = path.read_text().strip()
+        try:
+            token = path.read_text(encoding="ascii").strip()
+        except ValueError:
+            raise SiteError(f"the token file {path} holds more than plain ASCII") from None
         if not token:
             raise SiteError(f"the token file {path} is empty; write a token or remove it") from None
         if path.stat().st_mode & 0o077:

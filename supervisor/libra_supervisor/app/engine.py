@@ -31,6 +31,7 @@ from libra_supervisor.run_directory import RunDirectory
 READY_POLL_S: Final = 0.5
 DRAIN_POLL_S: Final = 0.1
 PROBE_TIMEOUT_S: Final = 30.0
+RELOAD_FACTOR: Final = 10.0
 FIRST_TOKEN: Final = Sampling(max_new_tokens=1, temperature=0.0)
 
 _log = get_log()
@@ -92,8 +93,10 @@ class Engine(ChildHooks):
         replaces a failed one starts; None for the base model.
         """
         self.placement = placement
-        self.is_excused = False
-        """True while a reload is asked for: meanwhile no progress is owed."""
+        self.reload_begun_at: float | None = None
+        """Since when a reload is asked for: for a while no progress is owed."""
+
+        self.longest_reload_s = 0.0
 
         self.next_directory: Path | None = None
         """While a reload by restart goes on: the version that the next process starts from."""
@@ -105,6 +108,9 @@ class Engine(ChildHooks):
         self._rng = rng
         self._was_excused = False
         self._replacement: Replacement | None = None
+        self.loading_directory: Path | None = None
+        """The published version that a process which is not ready yet starts from."""
+
         self._lease: PortLease | None = None
         self._client: InstanceClient | None = None
 
@@ -135,6 +141,7 @@ class Engine(ChildHooks):
         client = InstanceClient(placement.instance_id, self.url, token=site.token)
         self._client = await client.__aenter__()
         directory = self.next_directory or self._served_directory()
+        self.loading_directory = directory
         return server_spec(
             site.config,
             ServerPlacement(
@@ -172,6 +179,7 @@ class Engine(ChildHooks):
                 f"{child.incarnation}"
             )
         await self._probe()
+        self.loading_directory = None
         if self._replacement is not None:
             self._replacement.ready_at = clock.now()
             self._replacement.is_ready.set()
@@ -250,15 +258,32 @@ class Engine(ChildHooks):
 
     def _take(self, polled: Polled, monitor: HealthMonitor) -> None:
         instance_id, metrics = self.placement.instance_id, polled.metrics
-        if self.is_excused or self._was_excused:
-            monitor.on_excused(is_excused=self.is_excused, now=polled.at)
-            self._was_excused = self.is_excused
+        is_excused = self._is_excused(polled.at)
+        if is_excused != self._was_excused:
+            monitor.on_excused(is_excused=is_excused, now=polled.at)
+            self._was_excused = is_excused
         monitor.on_health(polled.health, now=polled.at)
         monitor.on_progress(
             num_tokens=None if metrics is None else metrics.num_tokens,
             num_running=None if metrics is None else metrics.load.num_running,
-            num_in_flight=self._scheduler.num_in_flight(instance_id),
+            # A reload that takes too long is work that does not get done.
+            num_in_flight=self._scheduler.num_in_flight(instance_id)
+            + (self.reload_begun_at is not None),
             now=polled.at,
         )
         if metrics is not None:
             self._scheduler.on_snapshot(instance_id, metrics.load, polled.at)
+
+    def _is_excused(self, now: float) -> bool:
+        """Whether a reload may still be on its way: the first one as long as its ACK may take.
+
+        A later one has a measure: ten times the longest so far, and no less than a stall.
+        """
+        if self.reload_begun_at is None:
+            return False
+        config = self._site.config
+        allowed_s = config.weights.rollout_weight_ack_timeout_s
+        if self.longest_reload_s:
+            usual_s = RELOAD_FACTOR * self.longest_reload_s
+            allowed_s = max(config.supervision.liveness_stall_s, usual_s)
+        return now - self.reload_begun_at < allowed_s

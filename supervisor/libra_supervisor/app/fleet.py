@@ -116,12 +116,12 @@ class Fleet:
 
     async def reload(self, instance_id: InstanceId, request: ReloadRequest) -> ReloadAck:
         engine = self._engines[instance_id]
-        engine.is_excused = True
+        engine.reload_begun_at = begun_at = clock.now()
         try:
             with anyio.fail_after(self._weights.rollout_weight_ack_timeout_s):
                 if self._weights.rollout_weight_reload_method == "restart":
                     return await self._reload_by_restart(engine, request)
-                return await engine.client.reload(
+                ack = await engine.client.reload(
                     request, timeout_s=self._weights.rollout_weight_ack_timeout_s
                 )
         except TimeoutError as error:
@@ -129,7 +129,9 @@ class Fleet:
                 f"{instance_id} did not acknowledge v{request.policy_version}"
             ) from error
         finally:
-            engine.is_excused = False
+            engine.reload_begun_at = None
+        engine.longest_reload_s = max(engine.longest_reload_s, clock.now() - begun_at)
+        return ack
 
     async def _reload_by_restart(self, engine: Engine, request: ReloadRequest) -> ReloadAck:
         """Replace the process by one that starts from the version, and have it prove itself.
@@ -166,6 +168,10 @@ class Fleet:
             verified=("manifest", "files", "load", "probe"),
             probe_logprobs=logprobs,
         )
+
+    def loading_directories(self) -> frozenset[Path]:
+        loading = (engine.loading_directory for engine in self._engines.values())
+        return frozenset(directory for directory in loading if directory is not None)
 
     def url_of(self, instance_id: InstanceId) -> str:
         return self._engines[instance_id].url

@@ -1,5 +1,7 @@
 """Everything that is decided before the event loop starts: directory, identity, checks, plan."""
 
+import glob
+import re
 import secrets
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -20,6 +22,7 @@ from libra.planner.applied import planned_config
 from libra.planner.plan import Plan
 from libra.planner.search import plan as planned
 from libra.storage.atomic import atomic_write
+from libra.storage.checkpoints import list_complete_checkpoints
 from libra_supervisor.doctor.checks import check_site
 from libra_supervisor.doctor.devices import resolved_device, slot_devices
 from libra_supervisor.run_directory import RunDirectory
@@ -128,15 +131,20 @@ def plan_in_words(plan: Plan) -> str:
 
 
 def _newest_run(name: str) -> RunDirectory:
-    found = sorted(
-        path for path in RUNS.glob(f"{name}-*") if (path / "config.resolved.json").exists()
-    )
+    """The newest run of that name that got as far as a checkpoint, else the newest of all."""
+    stamped = re.compile(re.escape(name) + r"-\d{8}T\d{6}")
+    found = [
+        RunDirectory(path.resolve())
+        for path in sorted(RUNS.glob(f"{glob.escape(name)}-*"))
+        if stamped.fullmatch(path.name) and (path / "config.resolved.json").exists()
+    ]
     if not found:
         raise ConfigError(
             f"--resume: no run of {name} in {RUNS.resolve()}; name its --run-dir, or start anew "
             "without --resume"
         )
-    return RunDirectory(found[-1].resolve())
+    saved = [run for run in found if list_complete_checkpoints(run.checkpoints)]
+    return (saved or found)[-1]
 
 
 def _write_down(

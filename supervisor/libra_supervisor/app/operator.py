@@ -104,7 +104,8 @@ class Operator:
         serving = sum(1 for member in control.pool.members if member.state.value == "serving")
         return Progress(
             phase=control.cycle.phase.value,
-            step=control.cycle.step,
+            # With the figures of the same step: they are whole once it has been published.
+            step=control.cycle.step if last is None else last.step,
             total_steps=facts.total_steps,
             policy_version=control.cycle.committed,
             reward_mean=None if last is None else last.reward_mean,

@@ -8,7 +8,6 @@ from random import Random
 from typing import Final
 
 import anyio
-import anyio.to_thread
 from anyio.abc import TaskGroup
 from msgspec.structs import asdict
 
@@ -27,7 +26,7 @@ from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.launch import Launch, new_run_id, plan_in_words
 from libra_supervisor.app.operator import Facts, Operator
 from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
-from libra_supervisor.app.prompts import Prompts, open_prompts
+from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import RankMail
 from libra_supervisor.app.recall import RunMemory, recorded_run_id
 from libra_supervisor.app.routing import SchedulerRouting
@@ -46,6 +45,7 @@ from libra_supervisor.process.kernel import Linux
 from libra_supervisor.process.logs import LogPolicy, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, Spawner, become_subreaper
 from libra_supervisor.ranks.gang import Gang
+from libra_supervisor.records.reader import last_attempt
 from libra_supervisor.records.writer import RecordsWriter
 
 LOOPBACK: Final = "127.0.0.1"
@@ -57,7 +57,7 @@ START_EXTENSION_S: Final = 60.0
 _log = get_log()
 
 
-async def run_to_end(launch: Launch, display: Display) -> Outcome:
+async def run_to_end(launch: Launch, prompts: Prompts, display: Display) -> Outcome:
     """Run until the work is done, a stop is asked for, or something fails for good.
 
     Whatever the outcome, nothing that was started is left running.
@@ -65,7 +65,6 @@ async def run_to_end(launch: Launch, display: Display) -> Outcome:
     run_id = recorded_run_id(launch.directory) or new_run_id(launch.directory)
     become_subreaper()
     try:
-        prompts = await anyio.to_thread.run_sync(open_prompts, launch.config)
         check_reward_name(launch.config.data.reward)
         _log.info("run_begins", run_id=run_id, plan=plan_in_words(launch.plan))
         outcome = await _supervised(launch, prompts, run_id, display)
@@ -105,6 +104,7 @@ class Run:
         self._display = display
         self.inbox: Inbox[Event] = Inbox()
         self._control = control_of(launch.config, launch.plan, prompts, run_id)
+        self._control.attempts_before = last_attempt(launch.directory.metrics)
         self._memory = RunMemory(launch.directory, run_id)
         self._tracer = Tracer(_span_writer(launch, run_id))
         self._scheduler = Scheduler(
@@ -139,6 +139,7 @@ class Run:
                 tasks.start_soon(self._show, operator)
                 tasks.start_soon(self._hear_signals, fleet, gang)
                 await self._work(builder, fleet, gang, tasks)
+                self._display.show(operator.progress())
                 notifier.stopping("ending children")
                 await self._end_children(fleet, gang)
                 tasks.cancel_scope.cancel()

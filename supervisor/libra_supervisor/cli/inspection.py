@@ -8,12 +8,11 @@ import msgspec
 from libra.config.load import current_environ, load_config
 from libra.planner.render import render_plan
 from libra.planner.search import plan as planned
-from libra_supervisor.app.launch import plan_in_words
+from libra_supervisor.app.launch import RUNS, plan_in_words
 from libra_supervisor.doctor import probes
 from libra_supervisor.doctor.checks import check_site
 from libra_supervisor.doctor.devices import cpu_cores, cuda_devices, resolved_device
 from libra_supervisor.doctor.findings import GIB, Finding
-from libra_supervisor.run_directory import RunDirectory
 from libra_supervisor.validate import verb as validation
 from libra_supervisor.validate.dataset import summarize_dataset
 from libra_supervisor.validate.memory import estimate_memory
@@ -63,8 +62,7 @@ def doctor(options: Namespace) -> int:
     else:
         config = load_config(options.config, options.overrides, environ).config
         device = resolved_device(config.control.device, environ)
-        root = RunDirectory(options.config.resolve().parent).root
-        findings = check_site(config, planned(config).plan, device, root)
+        findings = check_site(config, planned(config).plan, device, RUNS.resolve())
     if options.as_json:
         sys.stdout.write(msgspec.json.encode(findings).decode() + "\n")
     else:

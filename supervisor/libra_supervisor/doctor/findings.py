@@ -71,7 +71,11 @@ def disk_finding(*, directory: str, needed_bytes: int, free_bytes: int) -> Findi
     return Finding(
         check="disk",
         ok=ok,
-        detail=f"about {needed_bytes / GIB:.1f} GiB needed in {directory}, "
-        f"{free_bytes / GIB:.1f} free",
+        detail=f"about {_size(needed_bytes)} needed in {directory}, {_size(free_bytes)} free",
         advice="" if ok else "free space, lower keep_last, or choose another --run-dir",
     )
+
+
+def _size(num_bytes: int) -> str:
+    """Three figures or so in the unit that fits."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"

@@ -4,7 +4,8 @@ vLLM's /health tells of a dead engine and not of a hung one, so progress decides
 counters must move while requests run. The law:
 
 * loading until /health has answered once; how long that may take is the process's start deadline.
-* An idle server, a paused one and one that is reloading owe no progress.
+* An idle server, a paused one and one that is reloading owe no progress. All owe an answer to
+  /health: the API process answers it while the engine loads.
 * suspect after one "unhealthy" answer; after `silence_s` without an answer and without progress;
   after `stall_s` without progress while requests run. A time-out under load is not evidence
   against a server whose counters move.
@@ -108,11 +109,11 @@ class HealthMonitor:
         return Health("suspect", doubt, not self._is_probed) if doubt else Health("ready")
 
     def _doubt(self, now: float) -> str:
-        if self._is_excused:
-            return ""
         silent_s = now - max(self._answered_at, self._moved_at)
         if silent_s >= self._silence_s:
             return f"it has been silent for {silent_s:.0f} s"
+        if self._is_excused:
+            return ""
         stalled_s = now - self._progressed_at
         if stalled_s >= self._stall_s:
             return f"it has made no progress for {stalled_s:.0f} s while requests run"

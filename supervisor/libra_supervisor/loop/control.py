@@ -60,6 +60,9 @@ class Control:
         self.publication = publication
         self.book = StepBook()
         self.attempt = 0
+        self.attempts_before = 0
+        """Of earlier supervisors of the run: what is recorded counts through all of them."""
+
         self.ready_step: int | None = None
         """The step that the gang holds; None while it is not ready."""
 
@@ -333,6 +336,7 @@ class Control:
     def _proceed(self, at: Moment) -> tuple[Command, ...]:
         return (
             *self._begin_when_ready(at),
+            *self.publication.retry(at),
             *self._finish_publication(at),
             *self.publication.catch_up(at=at),
             *self._take_batch(at),

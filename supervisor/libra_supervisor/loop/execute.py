@@ -126,7 +126,8 @@ class Executor:
             case commands.WriteReload(record):
                 self._write(ports.records.write_reload, record)
             case commands.RetireVersions(pinned):
-                self._write(self._retire_versions, pinned)
+                loading = ports.engines.loading_directories()
+                self._write(self._retire_versions, pinned, loading)
             case commands.Say(event, fields, is_warning):
                 (_log.warning if is_warning else _log.info)(event, **fields)
             case commands.EndRun(exit_code, reason):
@@ -175,14 +176,17 @@ class Executor:
         )
         await self._post(ExportChecked(command.version, command.manifest_hash, error))
 
-    def _retire_versions(self, pinned: frozenset[PolicyVersion]) -> None:
+    def _retire_versions(self, pinned: frozenset[PolicyVersion], loading: frozenset[Path]) -> None:
         published = {
             PolicyVersion(int(path.name[1:])): path
             for path in self._terms.directory.weights.iterdir()
             if path.name[:1] == "v" and path.name[1:].isdecimal()
         }
         doomed = deletable_versions(
-            published, keep_last=self._terms.keep_last, pinned=pinned, in_use=()
+            published,
+            keep_last=self._terms.keep_last,
+            pinned=pinned,
+            in_use={version for version, path in published.items() if path in loading},
         )
         for version in doomed:
             discard_directory(published[version])

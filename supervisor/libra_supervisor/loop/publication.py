@@ -36,6 +36,9 @@ from libra_supervisor.loop.commands import (
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.records.reload import ReloadRecord
 
+MAX_FAILED_BATCHES = 3
+"""In a row, for one version: by then it is the weights or the site, not a process that died."""
+
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """What does not change during a run."""
@@ -67,6 +70,8 @@ class Publication:
         self._open: OpenBatch | None = None
         self._committed: PolicyVersion | None = None
         self._num_batches = 0
+        self._num_failed_in_a_row = 0
+        self._is_retry_due = False
         self._attempt = 0
         self.just_committed: PolicyVersion | None = None
         """Set by the call that commits a version; the caller takes it and sets it to None."""
@@ -82,7 +87,10 @@ class Publication:
 
     @property
     def waiting_for(self) -> tuple[InstanceId, ...]:
-        """Engines whose ACK is outstanding."""
+        """Engines whose ACK is outstanding, or that have to come back for another try."""
+        if self._is_retry_due:
+            coming = self._pool.ids_in(MemberState.STARTING, MemberState.RESTARTING)
+            return tuple(sorted(coming))
         return () if self._open is None else tuple(sorted(self._open.batch.in_flight))
 
     def begin(self, version: PolicyVersion, *, attempt: int) -> tuple[Command, ...]:
@@ -100,8 +108,16 @@ class Publication:
             # A joiner that was catching up is brought to the newer version with the others.
             self._open.batch.cancel()
             self._open = None
+        self._is_retry_due = False
         members = self._members_in(self._pool.answering_ids)
         return self._start(members, is_catch_up=False, at=at)
+
+    def retry(self, at: Moment) -> tuple[Command, ...]:
+        """Try a failed batch again once enough of the replaced engines answer."""
+        if not self._is_retry_due or not self._pool.is_settled:
+            return ()
+        num_gpus = sum(self._pool[i].num_gpus for i in self._pool.answering_ids)
+        return self.reload(at=at) if num_gpus >= self._terms.min_rollout_gpus else ()
 
     def catch_up(self, *, at: Moment) -> tuple[Command, ...]:
         """Bring late engines to the committed version; nothing while a batch is open."""
@@ -158,6 +174,7 @@ class Publication:
         if self._open is not None:
             self._open.batch.cancel()
         self._open = None
+        self._is_retry_due = False
         self._exported = None
         self._committed = None
 
@@ -271,6 +288,7 @@ class Publication:
     ) -> tuple[Command, ...]:
         done: list[Command] = [self._written("committed", at=at)]
         self._committed = version
+        self._num_failed_in_a_row = 0
         for instance_id, incarnation in incarnation_of.items():
             serves = self._pool.on_version_confirmed(
                 instance_id, incarnation, version, committed=version, now=at.now
@@ -285,10 +303,19 @@ class Publication:
         return (*done, *self.catch_up(at=at))
 
     def _fail(self, reason: str, *, at: Moment) -> tuple[Command, ...]:
+        """Too few engines proved the version: once more with their replacements, a few times."""
         written = self._written(f"failed: {reason}", at=at)
         is_catch_up = self._open is not None and self._open.is_catch_up
         self._open = None
-        return (written,) if is_catch_up else (written, EndRun(4, reason))
+        if is_catch_up:
+            return (written,)
+        self._num_failed_in_a_row += 1
+        may_recover = self._pool.num_possible_gpus >= self._terms.min_rollout_gpus
+        if not may_recover or self._num_failed_in_a_row >= MAX_FAILED_BATCHES:
+            times = f", {self._num_failed_in_a_row} batches in a row"
+            return (written, EndRun(4, f"{reason}{times}"))
+        self._is_retry_due = True
+        return (written, Say("reload_failed", {"why": reason}, is_warning=True))
 
     def _written(self, outcome: str, *, at: Moment) -> WriteReload:
         open_batch, terms = self._open, self._terms

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
@@ -10,6 +11,7 @@ import anyio
 import msgspec
 from anyio import to_thread
 
+from libra import clock
 from libra_supervisor.process.cgroup import Cgroup
 from libra_supervisor.process.identity import (
     ProcessIdentity,
@@ -18,7 +20,7 @@ from libra_supervisor.process.identity import (
     parse_stat,
     read_row,
 )
-from libra_supervisor.process.shared_memory import mapped_segments, unlink_unused
+from libra_supervisor.process.shared_memory import any_segments, mapped_segments, unlink_unused
 from libra_supervisor.process.spec import CHILD_TAG, RUN_TAG
 
 Tag: TypeAlias = tuple[str, str]
@@ -30,6 +32,8 @@ Choose: TypeAlias = Callable[[Table, Callable[[int], Tag | None]], list[ProcessR
 
 
 STACK_DUMP_SIGNAL: Final = signal.SIGABRT
+_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+_YOUNG_S: Final = 10.0
 
 
 class Survey(msgspec.Struct, frozen=True):
@@ -40,7 +44,12 @@ class Survey(msgspec.Struct, frozen=True):
 
 
 class Kernel(Protocol):
-    async def survey(self, choose: Choose, *, with_segments: bool) -> Survey: ...
+    async def survey(
+        self, choose: Choose, *, with_segments: bool, max_age_s: float = 0.0
+    ) -> Survey:
+        """Look at all processes and keep those chosen, by a table of `max_age_s` at most."""
+        ...
+
     async def signal(self, rows: Iterable[ProcessRow], signum: int) -> None: ...
     async def exited(self, identity: ProcessIdentity) -> None: ...
     async def kill_cgroup(self, cgroup: Cgroup) -> None: ...
@@ -51,8 +60,29 @@ class Kernel(Protocol):
 class Linux:
     """The real one. Scans run in a worker thread: a host may have thousands of processes."""
 
-    async def survey(self, choose: Choose, *, with_segments: bool) -> Survey:
-        return await to_thread.run_sync(_survey, choose, with_segments)
+    def __init__(self) -> None:
+        self._tags = TagReader()
+        self._table: Table = {}
+        self._read_at = float("-inf")
+        self._reading = anyio.Lock()
+
+    async def survey(
+        self, choose: Choose, *, with_segments: bool, max_age_s: float = 0.0
+    ) -> Survey:
+        async with self._reading:
+            if clock.now() - self._read_at > max_age_s or max_age_s == 0.0:
+                self._table = await to_thread.run_sync(read_table)
+                self._read_at = clock.now()
+                self._tags.forget_all_but(self._table)
+            return await to_thread.run_sync(self._chosen, choose, with_segments)
+
+    def _chosen(self, choose: Choose, with_segments: bool) -> Survey:
+        rows = choose(self._table, self._tags.tag_of(self._table))
+        segments: set[str] = set()
+        if with_segments and any_segments():
+            for row in rows:
+                segments |= mapped_segments(row.pid)
+        return Survey(tuple(rows), frozenset(segments))
 
     async def signal(self, rows: Iterable[ProcessRow], signum: int) -> None:
         for row in rows:
@@ -153,6 +183,40 @@ def read_tag(pid: int) -> Tag | None:
     return None if run_id is None or child_id is None else (run_id, child_id)
 
 
+class TagReader:
+    """Reads processes' tags once each; a scan of the machine costs a third then."""
+
+    def __init__(self) -> None:
+        self._tag_of: dict[tuple[int, int], Tag | None] = {}
+
+    def forget_all_but(self, table: Table) -> None:
+        living = {(row.pid, row.start_ticks) for row in table.values()}
+        self._tag_of = {key: tag for key, tag in self._tag_of.items() if key in living}
+
+    def tag_of(self, table: Table) -> Callable[[int], Tag | None]:
+        """A lookup for the processes of `table`."""
+        young = now_ticks() - _YOUNG_S * _TICKS_PER_S
+
+        def lookup(pid: int) -> Tag | None:
+            row = table[pid]
+            key = (row.pid, row.start_ticks)
+            if key in self._tag_of:
+                return self._tag_of[key]
+            tag = read_tag(pid)
+            # Between fork and exec a child still shows its parent's environment: a young process
+            # without a tag is looked at again.
+            if tag is not None or row.start_ticks < young:
+                self._tag_of[key] = tag
+            return tag
+
+        return lookup
+
+
+def now_ticks() -> float:
+    """Clock ticks since boot, to compare with a process's start."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S
+
+
 def own_line(table: Table) -> frozenset[int]:
     """Return this process and its ancestors: never to be signalled."""
     line = {1}
@@ -165,15 +229,6 @@ def own_line(table: Table) -> frozenset[int]:
 
 def identity_in(row: ProcessRow) -> ProcessIdentity:
     return ProcessIdentity(row.pid, row.start_ticks, boot_id())
-
-
-def _survey(choose: Choose, with_segments: bool) -> Survey:
-    rows = choose(read_table(), read_tag)
-    segments: set[str] = set()
-    if with_segments:
-        for row in rows:
-            segments |= mapped_segments(row.pid)
-    return Survey(tuple(rows), frozenset(segments))
 
 
 def _describe(row: ProcessRow) -> str:

@@ -20,7 +20,9 @@ from libra_supervisor.process.streams import Stream
 
 MAX_PENDING_BYTES: Final = 8 * 2**20
 STUCK_AFTER_S: Final = 1.0
-TAIL_BYTES: Final = 64 * 1024
+TAIL_BYTES: Final = 96 * 1024
+"""More than the longest shown line, so that one that is cut is seen to be."""
+
 READ_BYTES: Final = 256 * 1024
 COPIED_BYTES: Final = 32 * 1024
 """A read up to this size is copied out of its buffer; a larger one travels inside it."""

@@ -52,6 +52,7 @@ NUM_LAST_LINES: Final = 50
 _GATE_PERIOD_S: Final = 1.0
 _OBSERVE_FIRST_S: Final = 2.0
 _OBSERVE_PERIOD_S: Final = 30.0
+_OBSERVE_MAX_AGE_S: Final = 5.0
 _DUMP_WAIT_S: Final = 5.0
 
 Post: TypeAlias = Callable[[ChildEvent], Awaitable[None]]
@@ -265,7 +266,7 @@ class Supervision:
         period_s = _OBSERVE_FIRST_S
         while True:
             await clock.sleep(period_s)
-            await child.tree.observe()
+            await child.tree.observe(max_age_s=_OBSERVE_MAX_AGE_S)
             period_s = min(_OBSERVE_PERIOD_S, period_s * 2)
 
     # Ending

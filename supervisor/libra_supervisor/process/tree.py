@@ -25,7 +25,7 @@ from libra_supervisor.process.cgroup import Cgroup
 from libra_supervisor.process.identity import ProcessIdentity, ProcessRow
 from libra_supervisor.process.kernel import Kernel, Table, Tag, own_line
 
-_FIRST_PAUSE_S: Final = 0.005
+_FIRST_PAUSE_S: Final = 0.002
 _LONGEST_PAUSE_S: Final = 0.25
 _SWEEPS_TO_BE_SURE: Final = 2
 
@@ -81,9 +81,12 @@ class Tree:
         """Count another process as part of the tree: a rank that made its own session."""
         self._known.add((identity.pid, identity.start_ticks))
 
-    async def observe(self) -> None:
-        """Remember members and shared memory now; a later sudden death would hide both."""
-        await self._look(with_segments=True)
+    async def observe(self, *, max_age_s: float = 0.0) -> None:
+        """Remember members and shared memory; a later sudden death would hide both.
+
+        With `max_age_s` trees that are observed about the same time share one scan.
+        """
+        await self._look(with_segments=True, max_age_s=max_age_s)
 
     async def end(self, deadlines: StopDeadlines, *, hurry: anyio.Event | None = None) -> TreeEnded:
         """Run the ladder; bounded by term_grace_s + kill_wait_s and the time of one sweep."""
@@ -127,8 +130,10 @@ class Tree:
 
         return await kill_until_gone(self._kernel, look, kill_wait_s=kill_wait_s)
 
-    async def _look(self, *, with_segments: bool) -> tuple[ProcessRow, ...]:
-        survey = await self._kernel.survey(self._choose, with_segments=with_segments)
+    async def _look(self, *, with_segments: bool, max_age_s: float = 0.0) -> tuple[ProcessRow, ...]:
+        survey = await self._kernel.survey(
+            self._choose, with_segments=with_segments, max_age_s=max_age_s
+        )
         self._known |= {(row.pid, row.start_ticks) for row in survey.rows}
         self._segments |= survey.segments
         return survey.rows

@@ -53,7 +53,7 @@ from libra_supervisor.ranks.torchrun import (
 )
 
 _TORCHRUN_NOTICES_S: Final = 5.0
-_DUMP_S: Final = 1.0
+_DUMP_S: Final = 2.5
 _LONGEST_GRACE_S: Final = 5.0
 _FINAL_EXIT_CODES: Final = (2, 5, 6)
 _CHILD_FAILED: Final = 4
@@ -234,6 +234,9 @@ class _GangHooks(ChildHooks):
         return reasons[0]
 
     async def drain(self, child: RunningChild) -> None:
+        if not self.roster.members:
+            # Nobody could hear a Shutdown yet, and nothing is lost.
+            return
         try:
             await self.roster.send_each(
                 dict.fromkeys(self.roster.members, Shutdown("the run is stopping"))

@@ -101,6 +101,7 @@ async def test_exit_code_zero_that_nobody_asked_for_is_a_failure(tmp_path):
         assert [e.num_recent_restarts for e in of(place, ChildRestartScheduled)] == [1, 2, 3]
 
 
+@pytest.mark.case("R-B100")
 async def test_a_stop_drains_asks_once_and_is_not_a_failure(tmp_path):
     script = "trap 'exit 0' TERM; while :; do sleep 0.02; done"
     async with site(tmp_path) as place:

@@ -1,7 +1,7 @@
 """torchrun's behaviour towards its ranks, without torch: sessions of their own, one dies, all end.
 
 It speaks the options that libra_supervisor.ranks.torchrun passes, prints the same report, and
-leaves ranks that ignore SIGTERM alone until --shutdown-timeout, as the real one does.
+leaves ranks that ignore SIGTERM alone until TORCH_ELASTIC_SHUTDOWN_TIMEOUT, as the real one does.
 """
 
 import argparse
@@ -15,7 +15,6 @@ parser = argparse.ArgumentParser()
 for name in ("nnodes", "max-restarts", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "local-addr"):
     parser.add_argument(f"--{name}")
 parser.add_argument("--nproc-per-node", type=int)
-parser.add_argument("--shutdown-timeout", type=float)
 parser.add_argument("--log-dir")
 parser.add_argument("program", nargs=argparse.REMAINDER)
 options = parser.parse_args()
@@ -31,7 +30,7 @@ def end(ranks, signum):
     for rank in ranks:
         if rank.poll() is None:
             os.killpg(rank.pid, signum)
-    deadline = time.monotonic() + options.shutdown_timeout
+    deadline = time.monotonic() + float(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.02)
     for rank in ranks:
