@@ -133,9 +133,7 @@ async def streams(port: int, wanted: int, gateway: psutil.Process) -> dict[str, 
         if len(connections) % 100 == 0:
             await asyncio.sleep(0.05)
     began = monotonic()
-    while (
-        monotonic() < began + SETTLE_S and not all(c.num_events for c in connections)
-    ):
+    while monotonic() < began + SETTLE_S and not all(c.num_events for c in connections):
         await asyncio.sleep(0.2)
     settled_s = monotonic() - began
     before, cpu = [c.num_events for c in connections], gateway.cpu_times()
