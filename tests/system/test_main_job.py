@@ -157,6 +157,7 @@ def test_the_reward_rises_past_half_way(finished):
     assert sum(rewards[-5:]) / 5 > 0.5, rewards
 
 
+@pytest.mark.case("T-B38")
 def test_engine_and_trainer_compute_the_same_policy(finished):
     job, *_ = finished
     first = job.steps()[0]
@@ -209,6 +210,7 @@ def test_no_prompt_visit_is_trained_on_twice(finished):
 
 @pytest.mark.case("T-B50")
 @pytest.mark.case("T-B78")
+@pytest.mark.case("T-B52")
 def test_after_sigkill_of_everything_a_resumed_run_goes_on_where_it_was(tmp_path, quickstart):
     run_dir = tmp_path / "run"
     options = ("-o", "total_steps=12", "-o", "save_interval=2")
@@ -228,6 +230,8 @@ def test_after_sigkill_of_everything_a_resumed_run_goes_on_where_it_was(tmp_path
     steps = [line["step"] for line in resumed.steps()]
     # Steps after the checkpoint are trained again, and none is left out.
     assert steps == [*range(1, killed_at + 1), *range(saved + 1, 13)]
+    # A repeated step is told from the first one by its attempt.
+    assert len({(line["step"], line["attempt"]) for line in resumed.steps()}) == len(steps)
     rates = {line["learning_rate"] for line in resumed.steps()}
     assert len(rates) == 1
     assert set(visits(run_dir).values()) == {1}

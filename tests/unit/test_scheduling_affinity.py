@@ -65,6 +65,7 @@ def test_a_sticky_instance_at_its_cap_is_passed_by_and_the_prompt_remaps():
     assert place(scheduler, now, prompt="p").instance_id == moved.instance_id
 
 
+@pytest.mark.case("T-B74")
 def test_a_sticky_instance_with_preemptions_is_left():
     scheduler, now = sticky_fleet(2, enable_metrics_feedback=True)
     home = place(scheduler, now, prompt="p").instance_id

@@ -229,6 +229,7 @@ def test_a_configured_capacity_wins_and_a_large_difference_is_said_once():
     assert scheduler.take_notices() == (KvCapacityDiffers(I0, 1, 1000, 1536),)
 
 
+@pytest.mark.case("T-B75")
 def test_an_instance_without_capacity_comes_in_when_it_is_measured():
     scheduler = Scheduler(scheduling(load_metric="kv_tokens"), kv_capacity_by_tp={1: 0})
     scheduler.observe_instance(spec("i0"), 0.0)

@@ -56,6 +56,7 @@ def test_a_run_without_checkpoints_has_none(tmp_path):
 
 @pytest.mark.parametrize("lost", ["shard", ROLLOUT_STATE_NAME, CHECKPOINT_MANIFEST_NAME])
 @pytest.mark.case("T-B50")
+@pytest.mark.case("R-B80")
 def test_a_checkpoint_with_a_file_lost_is_passed_over_and_the_reason_is_told(tmp_path, lost):
     save(tmp_path, 1)
     (save(tmp_path, 2) / lost).unlink()

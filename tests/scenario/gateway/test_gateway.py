@@ -406,7 +406,7 @@ async def test_the_table_is_empty_after_mixed_errors_cancels_and_timeouts():
                 for k in range(50):
                     tg.start_soon(ask, k)
         await eventually(lambda: gateway.scheduler.num_in_flight() == 0)
-        assert gateway.scheduler.num_waiting == 0
+        await eventually(lambda: gateway.scheduler.num_waiting == 0)
         assert gateway.scheduler.num_repeated_releases == 0
 
 

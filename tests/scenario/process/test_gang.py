@@ -28,6 +28,12 @@ pytestmark = pytest.mark.anyio
 STEP = TrainStep(1, ())
 
 
+async def logged(run_dir, text):
+    """Wait for the log relay, a process of its own, to have written `text`."""
+    log = run_dir / "logs" / "trainer.log"
+    await until(lambda: log.exists() and text in log.read_text())
+
+
 async def test_all_ranks_are_ready_then_work_then_leave_on_shutdown(tmp_path):
     async with site(tmp_path) as place:
         async with gang_in(place, tmp_path, restores=[Path("/ckpt/step_000004")]) as gang:
@@ -36,10 +42,9 @@ async def test_all_ranks_are_ready_then_work_then_leave_on_shutdown(tmp_path):
             await gang.broadcast(STEP)
             await until(lambda: trained(place, 1) == [0, 1])
             gang.stop()
-        log = (tmp_path / "logs" / "trainer.log").read_text()
-        assert "rank 0 leaves" in log
-        assert "rank 1 leaves" in log
-        assert f"'--run-dir', '{tmp_path}', '--restore', '/ckpt/step_000004'" in log
+        await logged(tmp_path, "rank 0 leaves")
+        await logged(tmp_path, "rank 1 leaves")
+        await logged(tmp_path, f"'--run-dir', '{tmp_path}', '--restore', '/ckpt/step_000004'")
         (exited,) = of(place, ChildExited)
         assert exited.exit_code == 0
         assert exited.asked_for
@@ -96,8 +101,7 @@ async def test_a_rank_that_hangs_is_found_by_its_silence_dumped_and_replaced(tmp
         assert suspected.reason.startswith("1 of 2 ranks hang: rank 1 was last heard")
         assert suspected.reason.endswith("in forward of step 1")
         assert of(place, GangLost)[0].reason.startswith("1 of 2 ranks hang: rank 1")
-        log = (tmp_path / "logs" / "trainer.log").read_text()
-        assert "misbehave_here" in log, "the stack of the hanging rank"
+        await logged(tmp_path, "misbehave_here")  # in the stack of the hanging rank
 
 
 @pytest.mark.parametrize(("exit_code", "num_starts"), [(6, 1), (4, 4)])

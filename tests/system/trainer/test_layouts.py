@@ -114,6 +114,7 @@ def test_what_is_not_finite_or_not_there_is_skipped_by_all_ranks_alike(results):
     assert "guards" in results["dp2"]
 
 
+@pytest.mark.case("T-B49")
 def test_a_resumed_run_repeats_every_step_to_the_last_bit(results):
     assert results["dp2 again"]["restore"] == results["dp2"]["save"]
 
