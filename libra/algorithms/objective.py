@@ -45,8 +45,12 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     """Logits are divided by it, as the sampler did."""
 
+    top_p: float
+    """Probabilities are those within the smallest set of tokens with this mass, as the sampler's
+    were; 1 for the whole vocabulary."""
 
-def objective(config: AlgorithmConfig, *, temperature: float) -> Objective:
+
+def objective(config: AlgorithmConfig, *, temperature: float, top_p: float) -> Objective:
     """Work out the numbers of `config`.
 
     The form is the decoupled one of arXiv 2505.24298, whose case without a correction is PPO.
@@ -63,6 +67,7 @@ def objective(config: AlgorithmConfig, *, temperature: float) -> Objective:
         kl_estimator=config.kl_estimator,
         entropy_coefficient=config.entropy_coefficient,
         temperature=temperature,
+        top_p=top_p,
     )
 
 

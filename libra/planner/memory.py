@@ -4,7 +4,7 @@ Training follows Megatron-Core without Transformer Engine: parameters in the tra
 float32 main gradients, float32 main weights and two Adam moments. Activations are counted tensor
 by tensor for a gated MLP and flash attention, in the manner of Korthikanti et al. 2022. Checked
 against a measured peak (docs/decisions/0008-planner-cost-model.md): 1.78 B parameters, micro-batch
-2 and 4 of 4096 tokens, 56 and 82 GiB measured, 56.4 and 82.1 GiB here.
+2 and 4 of 4096 tokens, 56 and 82 GiB measured, 56.3 and 82.0 GiB here.
 """
 
 from typing import Literal, TypeAlias
@@ -27,9 +27,10 @@ from libra.planner.calibration import Calibration
 from libra.planner.train_layout import TrainLayout
 
 _MAIN_WEIGHT, _MOMENTS, _MAIN_GRADIENT = 4, 8, 4
-_PRECISION_AWARE_STATE = 2 + 2 + 2
-"""Bytes with the precision-aware optimizer: the 16 bits that bfloat16 weights lack, and two
-moments in bfloat16."""
+_PRECISION_AWARE_STATE = 2 + _MOMENTS
+"""Bytes with Megatron's precision-aware optimizer on Transformer Engine: the 16 bits that bfloat16
+weights lack of float32, and two moments whose dtype the trainer leaves at float32. With offload,
+the one way without Transformer Engine, main weights stay whole."""
 
 _BFLOAT16 = 2
 
@@ -122,7 +123,11 @@ class TrainMemory(msgspec.Struct, frozen=True, kw_only=True):
         if self._dtype_bytes != _BFLOAT16:
             # float32 parameters are their own main weights.
             return _MOMENTS
-        if self.megatron.megatron_use_precision_aware_optimizer:
+        megatron = self.megatron
+        if (
+            megatron.megatron_use_precision_aware_optimizer
+            and not megatron.megatron_optimizer_cpu_offload
+        ):
             return _PRECISION_AWARE_STATE
         return _MAIN_WEIGHT + _MOMENTS
 

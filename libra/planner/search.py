@@ -16,11 +16,12 @@ from libra.errors import InfeasiblePlanError
 from libra.planner.calibration import Calibration
 from libra.planner.cost_models import CostModels, cost_models, described
 from libra.planner.demand import Demand, prior_demand
+from libra.planner.layout import RolloutLayout
 from libra.planner.placement import place
 from libra.planner.plan import Plan, configured_plan
 from libra.planner.pruning import Pruned, PruneLog
 from libra.planner.report import Estimate, Option, PlanReport
-from libra.planner.rollout_cost import InstanceCost, workload_of
+from libra.planner.rollout_cost import workload_of
 from libra.planner.rollout_search import instance_costs
 from libra.planner.rollout_side import RolloutSide
 from libra.planner.spread import spread_over
@@ -202,7 +203,7 @@ class _Search:
             rollout=layout,
             num_batches=self._demand.num_batches,
         )
-        for tps in _with_spares(layout.tp_degrees, self._rollout.costs, num_gpus):
+        for tps in self._instances(layout, num_gpus):
             placed = place(
                 candidate.layout,
                 tps,
@@ -217,6 +218,17 @@ class _Search:
             f"node boundaries ({self._models.rates.gpus_per_node} GPUs) leave no room",
         )
         return None
+
+    def _instances(self, layout: RolloutLayout, num_gpus: int) -> Iterator[tuple[int, ...]]:
+        """Degrees to place, best first.
+
+        GPUs that a layout by length leaves over get more of the smallest instances: they wait for
+        requests that turn out shorter. Without known lengths such an instance would slow all down.
+        """
+        smallest = min(cost.tp for cost in self._rollout.costs)
+        most_spares = (num_gpus - layout.num_gpus) // smallest
+        for spares in reversed(range(most_spares + 1 if self._rollout.lengths_known else 1)):
+            yield tuple(sorted((*layout.tp_degrees, *[smallest] * spares), reverse=True))
 
     def _other_layouts(self, choice: Option) -> list[Option]:
         """The next best training layouts of the chosen split."""
@@ -259,15 +271,6 @@ def format_tps(tps: Sequence[int]) -> str:
     """`2 x TP4 + 6 x TP1`, largest first."""
     degrees = sorted(set(tps), reverse=True)
     return " + ".join(f"{tps.count(tp)} x TP{tp}" for tp in degrees)
-
-
-def _with_spares(
-    tps: tuple[int, ...], costs: Sequence[InstanceCost], num_gpus: int
-) -> Iterator[tuple[int, ...]]:
-    """The layout's instances with more of the smallest kind on GPUs left over, most first."""
-    smallest = min(cost.tp for cost in costs)
-    for spare in reversed(range((num_gpus - sum(tps)) // smallest + 1)):
-        yield tuple(sorted((*tps, *[smallest] * spare), reverse=True))
 
 
 def _configured(config: RunConfig, demand: Demand, calibration: Calibration | None) -> PlanReport:

@@ -18,6 +18,7 @@ from libra.serving.answer_record import CURRENT_ANSWER, AnswerRecord, EngineRequ
 from libra.serving.gate import Gate
 from libra.serving.ledger import VersionLedger
 from libra.serving.plugin import BEGIN_VERSION
+from libra.serving.worker import REFRESH_TIED_HEADS
 
 # Below every other request's priority number: the probe is the first to be scheduled.
 PROBE_PRIORITY = -(2**31)
@@ -90,6 +91,8 @@ class VllmEngine:
 
     async def load(self, directory: Path) -> None:
         await self._client.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+        if self.has_tied_embeddings:
+            await self._client.collective_rpc(REFRESH_TIED_HEADS)
 
     async def reset_caches(self) -> None:
         await self._client.reset_mm_cache()

@@ -30,6 +30,8 @@ SINGLE_PROCESS_FLAGS = frozenset(
     {"--api-server-count", "-asc", "--data-parallel-size", "-dp", "--headless", "--grpc"}
 )
 POLICY_FLAG = "--scheduling-policy"
+EXTENSION_FLAG = "--worker-extension-cls"
+EXTENSION = "libra.serving.worker.WorkerExtension"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -60,7 +62,8 @@ def prepare(arguments: Sequence[str], environment: MutableMapping[str, str]) -> 
     environment["VLLM_USE_RUST_FRONTEND"] = "0"
     _offer_plugin(environment)
     # The probe of a reload has the highest priority; among equals this is first come first served.
-    return [*given, "--middleware", MIDDLEWARE, POLICY_FLAG, "priority"]
+    ours = ("--middleware", MIDDLEWARE, POLICY_FLAG, "priority", EXTENSION_FLAG, EXTENSION)
+    return [*given, *ours]
 
 
 def _check_flags(arguments: Sequence[str]) -> None:
@@ -71,8 +74,9 @@ def _check_flags(arguments: Sequence[str]) -> None:
             f"{', '.join(refused)} cannot be used: one API process before one engine keeps the "
             "version ledger; start more instances instead"
         )
-    if POLICY_FLAG in flags:
-        raise ConfigError(f"{POLICY_FLAG} cannot be used: Libra sets it to priority")
+    for flag, value in ((POLICY_FLAG, "priority"), (EXTENSION_FLAG, EXTENSION)):
+        if flag in flags:
+            raise ConfigError(f"{flag} cannot be used: Libra sets it to {value}")
 
 
 def _describe_served(

@@ -21,6 +21,13 @@ def refuse_unsupported(
         raise ConfigError("the trainer cannot run this configuration: " + "; ".join(problems))
 
 
+def fallbacks(config: RunConfig, architecture: Architecture) -> list[str]:
+    """Say which options that hold only when available do not hold here, and what is done."""
+    if config.megatron.megatron_grouped_gemm and architecture.experts is not None:
+        return ["megatron_grouped_gemm needs Transformer Engine; experts are computed one by one"]
+    return []
+
+
 def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 

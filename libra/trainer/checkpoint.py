@@ -24,6 +24,7 @@ from libra.storage.checkpoints import (
 )
 from libra.storage.digest import file_entry
 from libra.trainer.assembly import Trainer
+from libra.trainer.optimizer import torch_optimizers
 from libra.trainer.world import barrier
 from libra.wire.rank import CheckpointSaved, SaveCheckpoint
 
@@ -159,13 +160,9 @@ def _refuse_stranger(trainer: Trainer, directory: Path, manifest: CheckpointMani
         )
 
 
-def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    return [part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None]
-
-
 def _prime_adam(optimizer: Any) -> None:
     """Give AdamW the state that Megatron expects to find before it loads into it."""
-    for inner in _torch_optimizers(optimizer):
+    for inner in torch_optimizers(optimizer):
         for group in inner.param_groups:
             for parameter in group["params"]:
                 state = inner.state[parameter]
@@ -178,10 +175,11 @@ def _prime_adam(optimizer: Any) -> None:
 def _unshare_steps(optimizer: Any) -> None:
     # Megatron hands every parameter the same `step` tensor, which AdamW then raises once per
     # parameter: updates that are silently wrong from the second step on.
-    for inner in _torch_optimizers(optimizer):
-        for state in inner.state.values():
+    for inner in torch_optimizers(optimizer):
+        for parameter, state in inner.state.items():
             if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()
+                # Beside its parameter, where the fused kernel reads it.
+                state["step"] = state["step"].clone().to(parameter.device)
 
 
 def _repair_distributed_load() -> None:

@@ -31,6 +31,13 @@ class Head(NamedTuple):
     """The tensor-parallel group; None when one rank holds the whole vocabulary."""
 
 
+class Sampling(NamedTuple):
+    """How the engine turned logits into the distribution it drew from."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
 class ScoreRequest(NamedTuple):
     """Which tokens to score. `n` tokens, rows in any order."""
 
@@ -41,7 +48,7 @@ class ScoreRequest(NamedTuple):
     targets: torch.Tensor
     """int64[n]: the tokens whose probability is wanted."""
 
-    temperature: float
+    sampling: Sampling
     chunk_tokens: int
     """Logits of at most this many tokens exist at a time."""
 
@@ -82,8 +89,8 @@ class _TokenScores(torch.autograd.Function):
         scores = hidden.new_empty((2, len(hidden)), dtype=torch.float32)
         log_sums = hidden.new_empty(len(hidden), dtype=torch.float32)
         for chunk in _chunks(len(hidden), request.chunk_tokens):
-            logits = _logits(hidden[chunk], weight, request)
-            scores[:, chunk], log_sums[chunk] = _score_chunk(logits, chunk, request)
+            sums = _row_sums(_logits(hidden[chunk], weight, chunk, request), chunk, request)
+            scores[:, chunk], log_sums[chunk] = _scores(sums, request.head.group)
         ctx.save_for_backward(hidden, weight, log_sums, scores[1])
         ctx.request = request
         return scores
@@ -91,20 +98,21 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, log_sums, entropies = ctx.saved_tensors
-        request: ScoreRequest = ctx.request
         hidden_gradient = torch.empty_like(hidden)
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
-        for chunk in _chunks(len(hidden), request.chunk_tokens):
-            of_logprob, of_entropy = (gradients[0][row, chunk, None] for row in (0, 1))
-            log_p = _logits(hidden[chunk], weight, request) - log_sums[chunk, None]
-            probabilities = log_p.exp()
-            of_logits = log_p.add_(entropies[chunk, None]).mul_(-of_entropy).sub_(of_logprob)
-            of_logits.mul_(probabilities)
-            rows, local = _own_targets(chunk, request)
-            of_logits[rows, local] += of_logprob[rows, 0]
-            of_logits = of_logits.div_(request.temperature).to(weight.dtype)
+        weight_gradient: torch.Tensor | None = None
+        for chunk in _chunks(len(hidden), ctx.request.chunk_tokens):
+            per_row = (log_sums[chunk], entropies[chunk], *(g[chunk] for g in gradients[0]))
+            logits = _logits(hidden[chunk], weight, chunk, ctx.request)
+            of_logits = _logit_gradients(logits, chunk, per_row, ctx.request)
             torch.matmul(of_logits, weight, out=hidden_gradient[chunk])
-            weight_gradient += of_logits.t() @ hidden[chunk]
+            of_weight = of_logits.t() @ hidden[chunk]
+            if weight_gradient is None:
+                weight_gradient = of_weight
+            else:
+                # Summed in float32: bfloat16 would lose what the later chunks add.
+                weight_gradient = weight_gradient.float().add_(of_weight)
+        if weight_gradient is None:
+            weight_gradient = torch.zeros_like(weight)
         return hidden_gradient, weight_gradient.to(weight.dtype), None
 
 
@@ -112,41 +120,109 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
     return [slice(at, at + chunk_tokens) for at in range(0, num_tokens, chunk_tokens)]
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, request: ScoreRequest) -> torch.Tensor:
-    """Logits under the sampling temperature, float32[n, v].
-
-    The product is taken in the model's precision, as the engine's is.
-    """
-    logits = (hidden @ weight.t()).float()
-    if request.temperature != 1.0:
-        logits /= request.temperature
-    logits[:, request.head.num_valid :] = PADDED_LOGIT
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, chunk: slice, request: ScoreRequest
+) -> torch.Tensor:
+    """Logits [n, v] in the model's precision, as the engine's are; cut to top-p."""
+    logits = hidden @ weight.t()
+    if request.sampling.top_p < 1.0:
+        logits.masked_fill_(_outside_top_p(logits, chunk, request), PADDED_LOGIT)
     return logits
 
 
-def _score_chunk(
-    logits: torch.Tensor, chunk: slice, request: ScoreRequest
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores [2, n] and log of the softmax's denominator [n], over the whole vocabulary."""
-    largest = logits.amax(dim=-1)
-    if request.head.group is not None:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=request.head.group)
-    shifted = logits.sub_(largest[:, None])
-    rows, local = _own_targets(chunk, request)
-    target = torch.zeros_like(largest)
-    target[rows] = shifted[rows, local]
-    exponentials = shifted.exp()
-    sums = torch.stack([exponentials.sum(-1), (exponentials * shifted).sum(-1), target])
-    if request.head.group is not None:
-        dist.all_reduce(sums, group=request.head.group)
-    denominator, weighted, target = sums
-    log_denominator = denominator.log()
-    scores = torch.stack([target - log_denominator, log_denominator - weighted / denominator])
-    return scores, log_denominator + largest
+def _outside_top_p(logits: torch.Tensor, chunk: slice, request: ScoreRequest) -> torch.Tensor:
+    """Which of this rank's logits the sampler could not draw, bool[n, v].
+
+    As in vLLM: the tokens of least probability go while their sum is at most 1 - p, the likeliest
+    never. A token that was drawn stays, should rounding put it on the other side here.
+    """
+    scaled = _scaled(logits.clone(), request)
+    head = request.head
+    if head.group is not None:
+        parts = [torch.empty_like(scaled) for _ in range(dist.get_world_size(head.group))]
+        dist.all_gather(parts, scaled, group=head.group)
+        scaled = torch.cat(parts, dim=-1)
+    rising, order = scaled.sort(dim=-1)
+    is_cut = rising.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - request.sampling.top_p
+    is_cut[:, -1] = False
+    outside = torch.zeros_like(is_cut).scatter_(1, order, is_cut)
+    # Every slice of the vocabulary has the same width, so positions are token ids.
+    outside.scatter_(1, request.targets[chunk][:, None], value=False)
+    return outside[:, head.vocab_start : head.vocab_start + logits.shape[1]]
 
 
-def _own_targets(chunk: slice, request: ScoreRequest) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the chunk whose target is in this rank's slice, and its column there."""
-    local = request.targets[chunk] - request.head.vocab_start
-    rows = ((local >= 0) & (local < request.head.num_valid)).nonzero().squeeze(1)
-    return rows, local[rows]
+def _scores(sums: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores [2, n] and log of the softmax's denominator [n], over the whole vocabulary.
+
+    `sums` are those of `row_sums` in `libra.trainer.head_kernels`, over this rank's slice.
+    """
+    largest, denominator, weighted, target = sums
+    if group is not None:
+        everywhere = largest.clone()
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=group)
+        rescale = (largest - everywhere).exp()
+        largest = everywhere
+        sums = torch.stack([denominator * rescale, weighted * rescale, target])
+        dist.all_reduce(sums, group=group)
+        denominator, weighted, target = sums
+    log_sum = denominator.log() + largest
+    return torch.stack([target - log_sum, log_sum - weighted / denominator]), log_sum
+
+
+def _row_sums(logits: torch.Tensor, chunk: slice, request: ScoreRequest) -> torch.Tensor:
+    targets = request.targets[chunk] - request.head.vocab_start
+    num_valid = request.head.num_valid
+    if logits.is_cuda:
+        from libra.trainer.head_kernels import row_sums  # noqa: PLC0415 - needs triton
+
+        return row_sums(
+            logits, targets, num_valid=num_valid, temperature=request.sampling.temperature
+        )
+    scaled = _scaled(logits, request)
+    largest = scaled.amax(dim=-1)
+    weights = (scaled - largest[:, None]).exp_()
+    column, is_here = _own_columns(targets, num_valid)
+    target = torch.where(is_here, scaled.gather(1, column).squeeze(1), 0.0)
+    return torch.stack([largest, weights.sum(-1), weights.mul_(scaled).sum(-1), target])
+
+
+def _logit_gradients(
+    logits: torch.Tensor,
+    chunk: slice,
+    per_row: tuple[torch.Tensor, ...],
+    request: ScoreRequest,
+) -> torch.Tensor:
+    targets = request.targets[chunk] - request.head.vocab_start
+    log_sum, entropy, of_logprob, of_entropy = per_row
+    if logits.is_cuda:
+        from libra.trainer.head_kernels import gradients_in_place  # noqa: PLC0415
+
+        return gradients_in_place(
+            logits,
+            targets,
+            (log_sum, entropy, of_logprob, of_entropy),
+            num_valid=request.head.num_valid,
+            temperature=request.sampling.temperature,
+        )
+    log_p = _scaled(logits, request) - log_sum[:, None]
+    probabilities = log_p.exp()
+    of_logits = log_p.add_(entropy[:, None]).mul_(-of_entropy[:, None]).sub_(of_logprob[:, None])
+    of_logits.mul_(probabilities)
+    column, is_here = _own_columns(targets, request.head.num_valid)
+    of_logits.scatter_add_(1, column, torch.where(is_here, of_logprob, 0.0)[:, None])
+    return of_logits.div_(request.sampling.temperature).to(logits.dtype)
+
+
+def _scaled(logits: torch.Tensor, request: ScoreRequest) -> torch.Tensor:
+    """float32 logits under the sampling temperature, with padding that no softmax sees."""
+    scaled = logits.float()
+    if request.sampling.temperature != 1.0:
+        scaled = scaled / request.sampling.temperature
+    scaled[:, request.head.num_valid :] = PADDED_LOGIT
+    return scaled
+
+
+def _own_columns(targets: torch.Tensor, num_valid: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Column [n, 1] of each target, and whether it is in this rank's slice [n]."""
+    is_here = (targets >= 0) & (targets < num_valid)
+    return torch.where(is_here, targets, 0)[:, None], is_here

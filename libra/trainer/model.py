@@ -89,7 +89,8 @@ def transformer_config(
         perform_initialization=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
+        # One compiled kernel for SwiGLU; on the CPU there is no compiler to count on.
+        bias_activation_fusion=world.device.type == "cuda",
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,

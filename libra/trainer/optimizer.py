@@ -30,7 +30,22 @@ def build_optimizer(model: Any, config: RunConfig) -> Any:
         optimizer_cpu_offload=megatron.megatron_optimizer_cpu_offload,
         optimizer_offload_fraction=megatron.megatron_optimizer_offload_fraction,
     )
-    return get_megatron_optimizer(settings, [model])
+    optimizer = get_megatron_optimizer(settings, [model])
+    if next(model.parameters()).is_cuda and not megatron.megatron_optimizer_cpu_offload:
+        _use_fused_kernels(optimizer)
+    return optimizer
+
+
+def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return the torch optimizers under a Megatron optimizer."""
+    return [part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None]
+
+
+def _use_fused_kernels(optimizer: Any) -> None:
+    # One pass over parameters and state, where torch's default makes temporaries of their size.
+    for inner in torch_optimizers(optimizer):
+        for group in inner.param_groups:
+            group["fused"], group["foreach"] = True, False
 
 
 def step_if_finite(optimizer: Any, *, learning_rate: float) -> tuple[float, bool]:

@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from libra.trainer.architecture import Architecture
 from libra.trainer.batch import MicroBatch
-from libra.trainer.head import Head, ScoreRequest, score_tokens
+from libra.trainer.head import Head, Sampling, ScoreRequest, score_tokens
 from libra.trainer.loss import LossSums
 from libra.trainer.tensor_map import padded_vocab_size
 from libra.trainer.world import World
@@ -40,7 +40,7 @@ class Pipeline:
         )
 
     def logprobs(
-        self, batches: Sequence[MicroBatch], *, temperature: float, beat: Beat
+        self, batches: Sequence[MicroBatch], *, sampling: Sampling, beat: Beat
     ) -> list[torch.Tensor]:
         """Score without gradients: float32[n] per micro-batch on the last stage, else nothing."""
 
@@ -51,7 +51,7 @@ class Pipeline:
             results: list[torch.Tensor] = self._run(
                 batches,
                 lambda _batch: keep,
-                temperature=temperature,
+                sampling=sampling,
                 beat=beat,
                 forward_only=True,
                 collect_non_loss_data=True,
@@ -59,7 +59,7 @@ class Pipeline:
         return results
 
     def forward_backward(
-        self, batches: Sequence[MicroBatch], loss: Loss, *, temperature: float, beat: Beat
+        self, batches: Sequence[MicroBatch], loss: Loss, *, sampling: Sampling, beat: Beat
     ) -> list[LossSums]:
         """Add the gradients of the summed losses, reduced over the world, to the model's buffers.
 
@@ -74,7 +74,7 @@ class Pipeline:
         results: list[LossSums] = self._run(
             batches,
             lambda batch: partial(lose, batch),
-            temperature=temperature,
+            sampling=sampling,
             beat=beat,
             forward_only=False,
             collect_non_loss_data=False,
@@ -86,7 +86,7 @@ class Pipeline:
         batches: Sequence[MicroBatch],
         finisher: Callable[[MicroBatch], Callable[..., Any]],
         *,
-        temperature: float,
+        sampling: Sampling,
         beat: Beat,
         **schedule_options: Any,
     ) -> list[Any]:
@@ -99,7 +99,7 @@ class Pipeline:
                 None,
                 packed_seq_params=batch.packing,
                 output_processor=score_tokens,
-                output_processor_context=self._request(batch, temperature),
+                output_processor_context=self._request(batch, sampling),
             )
             return output, finisher(batch)
 
@@ -114,11 +114,11 @@ class Pipeline:
         )
         return results
 
-    def _request(self, batch: MicroBatch, temperature: float) -> ScoreRequest:
+    def _request(self, batch: MicroBatch, sampling: Sampling) -> ScoreRequest:
         return ScoreRequest(
             head=self._head,
             positions=batch.scored,
             targets=batch.targets,
-            temperature=temperature,
+            sampling=sampling,
             chunk_tokens=max(self._logit_rows * batch.packing.longest, self._smallest_chunk),
         )

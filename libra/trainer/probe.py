@@ -11,6 +11,7 @@ from libra.config.run import RunConfig
 from libra.errors import DataError, InvariantError
 from libra.trainer.assembly import Trainer
 from libra.trainer.batch import SampleArrays, micro_batches
+from libra.trainer.head import Sampling
 from libra.trainer.world import sum_over_world
 from libra.weights.judge import judge_acks
 from libra.wire.rank import AcksJudged, JudgeAcks
@@ -25,7 +26,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Entry i: logprob of token i+1 given tokens 0..i, at temperature 1."""
+    """Entry i: logprob of token i+1 given tokens 0..i, at temperature 1 and without top-p."""
 
 
 def probe_logprobs(trainer: Trainer, token_ids: Sequence[int]) -> tuple[float, ...]:
@@ -46,7 +47,7 @@ def probe_logprobs(trainer: Trainer, token_ids: Sequence[int]) -> tuple[float, .
     )
     batches = micro_batches([sample], rows=1, arrangement=trainer.arrangement)
     scores = trainer.policy.logprobs(
-        batches, temperature=1.0, beat=lambda: trainer.learner.beat("probe")
+        batches, sampling=Sampling(), beat=lambda: trainer.learner.beat("probe")
     )
     # Every replica computes the same; one speaks.
     own = torch.zeros(num_scored, device=trainer.world.device)

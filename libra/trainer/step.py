@@ -23,6 +23,7 @@ from libra.trainer.batch import (
     micro_batches,
     scattered,
 )
+from libra.trainer.head import Sampling
 from libra.trainer.loss import LossSums, mismatch_k3, policy_loss
 from libra.trainer.memory import peak_memory_bytes
 from libra.trainer.model import seed_everything
@@ -93,7 +94,10 @@ class Learner:
         self._reference = parts.reference
         self._arrangement = parts.arrangement
         self._beat = beat
-        self._objective = objective(config.algorithm, temperature=config.rollout.temperature)
+        self._objective = objective(
+            config.algorithm, temperature=config.rollout.temperature, top_p=config.rollout.top_p
+        )
+        self._sampling = Sampling(self._objective.temperature, self._objective.top_p)
         self._decay_steps = decay_steps(config.training, total_steps=config.control.total_steps)
 
     def beat(self, phase: str) -> None:
@@ -195,9 +199,7 @@ class Learner:
     ) -> list[torch.Tensor]:
         """Logprobs [n] of each sample on the last stage; nothing on other stages."""
         batches = self._split(shard, self._config.training.recompute_micro_batch_size)
-        scores = pipeline.logprobs(
-            batches, temperature=self._objective.temperature, beat=self._beater(phase)
-        )
+        scores = pipeline.logprobs(batches, sampling=self._sampling, beat=self._beater(phase))
         return scattered(scores, batches, len(shard)) if scores else []
 
     def _train_mini_batch(
@@ -211,7 +213,7 @@ class Learner:
         sums = self._policy.forward_backward(
             batches,
             partial(policy_loss, objective=self._objective),
-            temperature=self._objective.temperature,
+            sampling=self._sampling,
             beat=self._beater("train"),
         )
         self._beat(self.progress.step + 1, "optimizer")

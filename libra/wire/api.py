@@ -1,6 +1,6 @@
 """Bodies of the control API. `GET /v1/status` answers a StatusSnapshot, verbs a VerbReply."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,10 +19,24 @@ class VerbRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     dry_run: bool = False
 
+    prompt_id: str | None = None
+    """explain: of the group or conversation that the request would belong to."""
 
-class VerbReply(msgspec.Struct, frozen=True, kw_only=True):
+    num_prompt_tokens: int | None = None
+    """explain: length of the prompt."""
+
+    max_new_tokens: int = 1024
+    """explain: most tokens of the answer."""
+
+    min_version: int | None = None
+    """explain: oldest policy version that may answer."""
+
+
+class VerbReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ok: bool
     message: str
+    details: dict[str, Any] | None = None
+    """explain: the decision with every instance's values, as `Explanation` of the scheduler."""
 
 
 class ChildStatus(msgspec.Struct, frozen=True, kw_only=True):

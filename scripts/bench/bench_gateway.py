@@ -6,7 +6,8 @@
 latency: milliseconds that going through adds to p50 and p99, at 300 requests/s with 16 KB bodies;
 direct, gateway and router take turns, and the median over the rounds is told.
 large: requests/s with 220 KB bodies, 16 users.
-streams: streams held open through one gateway process, with an event every 2 s each.
+streams: streams held open through one gateway process, with an event every 2 s each; `settled_s`
+is how long after the last was opened each had had its first event.
 Without --router only the gateway is measured. vllm-router 0.1.17 comes from PyPI; give it an
 environment of its own.
 """
@@ -34,7 +35,7 @@ from http_load import Pool, closed_loop, completion_request, open_loop
 HERE = Path(__file__).resolve().parent
 RATE, LATENCY_S, SMALL_BYTES = 300.0, 4.0, 16_000
 LARGE_BYTES, LARGE_USERS, LARGE_S = 220_000, 16, 3.0
-STREAM_S = 6.0
+STREAM_S, SETTLE_S = 6.0, 20.0
 
 
 @contextmanager
@@ -131,7 +132,10 @@ async def streams(port: int, wanted: int, gateway: psutil.Process) -> dict[str, 
         connections.append(connection)
         if len(connections) % 100 == 0:
             await asyncio.sleep(0.05)
-    await asyncio.sleep(2.0)
+    began = monotonic()
+    while monotonic() < began + SETTLE_S and not all(c.num_events for c in connections):
+        await asyncio.sleep(0.2)
+    settled_s = monotonic() - began
     before, cpu = [c.num_events for c in connections], gateway.cpu_times()
     await asyncio.sleep(STREAM_S)
     after, later = [c.num_events for c in connections], gateway.cpu_times()
@@ -141,6 +145,7 @@ async def streams(port: int, wanted: int, gateway: psutil.Process) -> dict[str, 
         "wanted": wanted,
         "opened": possible,
         "limited_by": f"RLIMIT_NOFILE {limit}" if possible < wanted else "",
+        "settled_s": round(settled_s, 1),
         "got_events": alive,
         "events_per_s": round((sum(after) - sum(before)) / STREAM_S, 1),
         "gateway_cores": round(used / STREAM_S, 3),

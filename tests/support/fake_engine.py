@@ -15,6 +15,7 @@ import msgspec
 
 from libra import clock
 from libra.errors import RefusedError
+from libra.serving.worker import REFRESH_TIED_HEADS
 
 TOKEN_RADIX = 1000
 
@@ -151,7 +152,10 @@ class FakeAsyncLLM:
         self.calls.append(("resume",))
         self.pause_mode = None
 
-    async def collective_rpc(self, method, *, kwargs):
+    async def collective_rpc(self, method, *, kwargs=None):
+        if method == REFRESH_TIED_HEADS:
+            self.calls.append((method,))
+            return
         self.calls.append((method, kwargs["weights_path"]))
         assert self.pause_mode == "keep" or not self.requests, "loaded under running requests"
         self.weights = None

@@ -38,14 +38,15 @@ def free_port() -> int:
 class RunFiles:
     """A run directory with a base model and published versions."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, tied: bool = False) -> None:
         self.root = root
         self.base = root / "base"
         self.weights = root / "weights"
         self.weights.mkdir(parents=True)
         self.token_file = root / "token"
         self.token_file.write_text(TOKEN)
-        make_tiny_model(self.base)
+        self._tied = tied
+        make_tiny_model(self.base, tied=tied)
 
     def publish(self, version: int, *, seed: int | None = None, damage=None) -> tuple[Path, str]:
         """A version with changed weights; `damage(tensors)` spoils them before they are hashed."""
@@ -58,7 +59,10 @@ class RunFiles:
             damage(tensors)
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         shutil.copy(self.base / "config.json", directory)
-        return directory, describe_version(directory, version, run_id=RUN_ID)
+        manifest_hash = describe_version(
+            directory, version, run_id=RUN_ID, tied_embeddings=self._tied
+        )
+        return directory, manifest_hash
 
 
 class RealServer:

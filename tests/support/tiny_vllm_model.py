@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_model(directory: Path, *, seed: int = 0) -> None:
+def make_tiny_model(directory: Path, *, seed: int = 0, tied: bool = False) -> None:
     """Write config, tokenizer and float32 weights (427,136 parameters) to `directory`."""
     # Imported here: together they take seconds, and most tests only change existing weights.
     import torch  # noqa: PLC0415
@@ -63,7 +63,7 @@ def make_tiny_model(directory: Path, *, seed: int = 0) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         initializer_range=0.3,
         eos_token_id=fast.eos_token_id,
         pad_token_id=fast.pad_token_id,

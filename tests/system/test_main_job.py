@@ -98,6 +98,17 @@ def visits(run_dir: Path) -> Counter:
     return seen
 
 
+def explain(run_dir: Path) -> dict:
+    """`POST /v1/explain` over the run's socket."""
+    command = [
+        *("curl", "--silent", "--fail-with-body", "--unix-socket", "control.sock"),
+        *("--data", '{"num_prompt_tokens": 40, "max_new_tokens": 8}'),
+        "http://localhost/v1/explain",
+    ]
+    said = subprocess.run(command, cwd=run_dir, capture_output=True, check=True, text=True)
+    return json.loads(said.stdout)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, quickstart):
     """One whole run, and what its processes looked like while it ran."""
@@ -106,15 +117,16 @@ def finished(tmp_path_factory, quickstart):
     try:
         job.until_step(1, 600)
         commands = [" ".join(p.cmdline()) for p in tagged_processes(run_dir)]
+        explained = explain(run_dir)
         code = job.wait(900)
     finally:
         if job.process.poll() is None:
             job.kill()
-    return job, code, commands
+    return job, code, commands, explained
 
 
 def test_the_run_ends_with_0_and_leaves_nothing_behind(finished):
-    job, code, _ = finished
+    job, code, *_ = finished
     assert code == 0, job.said()
     assert tagged_processes(job.run_dir) == []
     assert not (job.run_dir / "control.sock").exists()
@@ -122,14 +134,23 @@ def test_the_run_ends_with_0_and_leaves_nothing_behind(finished):
 
 
 def test_servers_and_ranks_are_the_real_ones(finished):
-    _, _, commands = finished
+    _, _, commands, _ = finished
     assert sum("libra.serving.launch" in command for command in commands) >= 2
     assert any("torch.distributed.run" in command for command in commands)
     assert sum(" -m libra.trainer " in command for command in commands) >= 2
 
 
+def test_a_running_job_explains_where_a_request_would_go(finished):
+    *_, explained = finished
+    assert explained["ok"], explained
+    details = explained["details"]
+    assert explained["message"] == details["reason"]
+    assert {instance["instance_id"] for instance in details["instances"]} == {"vllm-0", "vllm-1"}
+    assert details["choice"] in {"vllm-0", "vllm-1", None}
+
+
 def test_the_reward_rises_past_half_way(finished):
-    job, _, _ = finished
+    job, *_ = finished
     rewards = [line["reward_mean"] for line in job.steps()]
     assert len(rewards) == NUM_STEPS
     assert rewards[0] < 0.3
@@ -137,7 +158,7 @@ def test_the_reward_rises_past_half_way(finished):
 
 
 def test_engine_and_trainer_compute_the_same_policy(finished):
-    job, _, _ = finished
+    job, *_ = finished
     first = job.steps()[0]
     assert first["staleness_max"] == 0
     assert first["kl_mismatch"] < 1e-3
@@ -150,7 +171,7 @@ def test_engine_and_trainer_compute_the_same_policy(finished):
 
 
 def test_every_step_has_its_numbers_and_stays_within_the_staleness_bound(finished):
-    job, _, _ = finished
+    job, *_ = finished
     wanted = {
         *("step", "policy_version", "reward_mean", "reward_std", "frac_zero_std"),
         *("num_trajectories", "response_tokens_mean", "staleness_mean", "staleness_max", "loss"),
@@ -165,7 +186,7 @@ def test_every_step_has_its_numbers_and_stays_within_the_staleness_bound(finishe
 
 
 def test_the_run_directory_is_complete(finished):
-    job, _, _ = finished
+    job, *_ = finished
     names = (
         *("config.given.yaml", "config.resolved.yaml", "plan.json", "state.json"),
         *("journal.jsonl", "metrics.jsonl", "reloads.jsonl", "logs/control.jsonl"),
@@ -182,7 +203,7 @@ def test_the_run_directory_is_complete(finished):
 
 
 def test_no_prompt_visit_is_trained_on_twice(finished):
-    job, _, _ = finished
+    job, *_ = finished
     assert set(visits(job.run_dir).values()) == {1}
 
 

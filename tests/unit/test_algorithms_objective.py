@@ -59,7 +59,8 @@ def test_clip_higher_and_dual_clip_become_bounds_of_the_ratio():
     made = objective(
         AlgorithmConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_dual=3.0),
         temperature=0.6,
+        top_p=0.9,
     )
     assert (made.ratio_low, made.ratio_high, made.dual_clip) == (0.8, 1.28, 3.0)
-    assert made.temperature == 0.6
-    assert objective(AlgorithmConfig(), temperature=1.0).dual_clip is None
+    assert (made.temperature, made.top_p) == (0.6, 0.9)
+    assert objective(AlgorithmConfig(), temperature=1.0, top_p=1.0).dual_clip is None

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.planner.applied import planned_config
@@ -20,6 +20,7 @@ def slots_of(placed):
     return used + [(i.node, slot) for i in placed.instances for slot in i.slots]
 
 
+@settings(deadline=None)
 @given(
     train_tp=st.sampled_from([1, 2, 4, 8]),
     num_nodes=st.integers(2, 5),

@@ -2,8 +2,8 @@ import msgspec
 import pytest
 
 from libra.config.rollout import TpBucket
-from libra.errors import ConfigError, InfeasiblePlanError
-from libra.planner.calibration import Calibration
+from libra.errors import ConfigError, InfeasiblePlanError, InvariantError
+from libra.planner.calibration import Calibration, Observation, observe
 from libra.planner.cost_models import cost_models
 from libra.planner.demand import Demand, LengthWindow, observed_demand, prior_demand
 from libra.planner.render import render_plan
@@ -371,3 +371,96 @@ def test_a_long_tail_weighs_less_when_steps_overlap():
         }[16]
 
     assert rollout_s(3.0) < 0.6 * rollout_s(0.0)
+
+
+def test_gpus_that_would_only_slow_rollout_down_stay_idle_and_that_is_said():
+    config = grp_config(
+        arch=msgspec.structs.replace(
+            QWEN3_14B,
+            num_attention_heads=48,
+            num_key_value_heads=12,
+            intermediate_size=17_664,
+            vocab_size=153_600,
+        ),
+        planner={"allowed_rollout_tp": [1, 6], "prior_response_sigma": 1.2},
+    )
+    report = plan(config)
+    assert set(report.choice.rollout_tps) == {6}
+    assert "GPUs stay idle" in report.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"training": {"train_tp_size": 5}}, "train_gpus 24 is not a multiple"),
+        ({"rollout": {"rollout_gpus": 20}}, "use 24 GPUs, rollout_gpus is 20"),
+        ({"planner": {"min_rollout_gpus": 25}}, "rollout_gpus 24 is below min_rollout_gpus 25"),
+        ({"planner": {"min_train_gpus": 25}}, "train_gpus 24 is below min_train_gpus 25"),
+    ],
+)
+def test_a_configured_split_that_contradicts_itself_is_infeasible(changes, said):
+    planner = {"initial_allocation_strategy": "configured", **changes.pop("planner", {})}
+    config = grp_config(planner=planner, **changes)
+    buckets = [TpBucket(tp=8, count=3)]
+    heterogeneous = msgspec.structs.replace(config.heterogeneous_rollout, instances=buckets)
+    with pytest.raises(InfeasiblePlanError, match=said):
+        plan(msgspec.structs.replace(config, heterogeneous_rollout=heterogeneous))
+
+
+@pytest.mark.parametrize(
+    ("options", "branch", "said"),
+    [
+        ({"planner": {"allowed_rollout_tp": [1, 16]}}, "rollout TP16", "a node has 8 GPUs"),
+        ({"planner": {"allowed_rollout_tp": [1, 3]}}, "rollout TP3", "40 attention heads"),
+        (
+            {"planner": {"allowed_rollout_tp": [1, 8], "min_train_gpus": 44}},
+            "rollout TP8",
+            "4 GPUs may serve",
+        ),
+        (
+            {"rollout": {"rollout_kv_cache_bytes": 2**30}},
+            "rollout TP1",
+            "the KV cache holds 6553 tokens, one sequence may have 18432",
+        ),
+        ({"planner": {"allowed_train_tp": [2, 3]}}, "TP3", "40 attention heads"),
+        ({"planner": {"allowed_train_tp": [2, 64]}}, "TP64", "47 GPUs may train"),
+    ],
+)
+def test_every_degree_that_cannot_exist_says_why(options, branch, said):
+    planner = {"allocation_granularity_gpus": 1, **options.pop("planner", {})}
+    found = reasons(plan(grp_config(planner=planner, batch_size=528, **options)))
+    assert said in found[branch]
+
+
+def test_demand_without_a_trajectory_is_a_bug():
+    with pytest.raises(InvariantError, match="at least one finished trajectory"):
+        observed_demand(grp_config(), [])
+    with pytest.raises(InvariantError, match="1 prompts and 2 responses"):
+        Demand(prompt_tokens=(1,), response_tokens=(1, 2), source="test")
+
+
+def test_calibration_is_shown_with_its_evidence():
+    book = observe(
+        Calibration(hardware="NVIDIA A100-SXM4-80GB", model="Qwen3ForCausalLM"),
+        Observation(operation="grpo_update", predicted=10.0, measured=12.0),
+    )
+    text = render_plan(plan(grp_config(), calibration=book), book)
+    assert "grpo_update: x1.20 from 1 measurements, last prediction off by +20%" in text
+
+
+def test_calibration_changes_the_plan_it_is_given_to():
+    book = Calibration(hardware="", model="")
+    for _ in range(3):
+        slow = Observation(operation="grpo_update", predicted=10.0, measured=30.0)
+        book = observe(book, slow)
+    plain, slowed = plan(grp_config()), plan(grp_config(), calibration=book)
+    assert slowed.choice.train.num_gpus >= plain.choice.train.num_gpus
+    assert slowed.choice.estimate.train.total_s > 0
+    assert slowed != plain
+
+
+def test_a_long_list_of_branches_is_cut_in_text_but_not_in_the_report():
+    report = plan(grp_config(num_gpus=48, planner={"allocation_granularity_gpus": 1}))
+    shown = render_plan(report).split("left out")[1]
+    assert len(report.pruned) > 40
+    assert f"and {len(report.pruned) - 40} more; --json has all" in shown

@@ -39,6 +39,8 @@ def test_arguments_are_passed_on_with_ours_behind(environment, tmp_path):
         "libra.serving.middleware.LibraMiddleware",
         "--scheduling-policy",
         "priority",
+        "--worker-extension-cls",
+        "libra.serving.worker.WorkerExtension",
     ]
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["VLLM_USE_RUST_FRONTEND"] == "0"
@@ -68,6 +70,7 @@ def test_wrong_usage_is_explained(environment, arguments):
         "-dp",
         "--headless",
         "--scheduling-policy=fcfs",
+        "--worker-extension-cls=x.Y",
     ],
 )
 def test_arguments_that_would_break_the_ledger_are_refused_by_name(environment, flag):

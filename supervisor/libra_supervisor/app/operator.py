@@ -7,8 +7,11 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
 from libra import clock
-from libra.ids import InstanceId, RunId
+from libra.ids import InstanceId, PolicyVersion, PromptId, RequestId, RunId
+from libra.scheduling.request import RouteRequest
+from libra.scheduling.scheduler import Scheduler
 from libra.wire.api import ChildStatus, StatusSnapshot, Verb, VerbReply, VerbRequest
+from libra_supervisor.app.routing import OWN_CATEGORY
 from libra_supervisor.display.progress import Progress, eta_s
 from libra_supervisor.events import (
     DrainRequested,
@@ -45,7 +48,7 @@ class Operator:
         inbox: Inbox[Event],
         engine_status: Callable[[InstanceId], ProcessStatus],
         trainer_status: Callable[[], ProcessStatus],
-        num_in_flight: Callable[[InstanceId], int],
+        scheduler: Scheduler,
     ) -> None:
         self._facts = facts
         self._control = control
@@ -53,7 +56,7 @@ class Operator:
         self.registry = CollectorRegistry()
         self._engine_status = engine_status
         self._trainer_status = trainer_status
-        self._num_in_flight = num_in_flight
+        self._scheduler = scheduler
 
     # libra_supervisor.api.control.ControlPort
 
@@ -94,7 +97,9 @@ class Operator:
             case "reload":
                 await self._inbox.post(ReloadRequested())
                 return VerbReply(ok=True, message="reload of every engine begun")
-            case "replan" | "explain":
+            case "explain":
+                return self._explain(request)
+            case "replan":
                 return VerbReply(ok=False, message=f"{verb} is not available yet")
 
     def progress(self) -> Progress:
@@ -137,6 +142,20 @@ class Operator:
             await self._inbox.post(DrainRequested(instance_id, drain=verb == "drain"))
         return VerbReply(ok=True, message=f"{verb} of {target} begun")
 
+    def _explain(self, request: VerbRequest) -> VerbReply:
+        wanted = RouteRequest(
+            request_id=RequestId("explain"),
+            max_new_tokens=request.max_new_tokens,
+            num_prompt_tokens=request.num_prompt_tokens,
+            prompt_id=None if request.prompt_id is None else PromptId(request.prompt_id),
+            category=OWN_CATEGORY,
+            min_version=None if request.min_version is None else PolicyVersion(request.min_version),
+        )
+        explanation = self._scheduler.explain(wanted, clock.now())
+        return VerbReply(
+            ok=True, message=explanation.reason, details=msgspec.to_builtins(explanation)
+        )
+
     def _engine_ids(self) -> tuple[InstanceId, ...]:
         return tuple(member.instance_id for member in self._control.pool.members)
 
@@ -150,7 +169,7 @@ class Operator:
             pid=process.pid,
             num_restarts=member.num_restarts,
             policy_version=member.version,
-            num_in_flight=self._num_in_flight(instance_id),
+            num_in_flight=self._scheduler.num_in_flight(instance_id),
             num_queued=None,
             kv_use_fraction=None,
             last_error=member.last_error or process.last_error,

@@ -8,7 +8,7 @@ from libra.scheduling.request import RouteRequest
 from libra.scheduling.scheduler import Scheduler
 from libra.scheduling.slot import InstanceSpec
 from libra_supervisor.app.fleet import Fleet
-from libra_supervisor.gateway.waiting import WaitingRoom
+from libra_supervisor.gateway.waiting import Placement, WaitingRoom
 from libra_supervisor.rollouts.client import Progressed
 
 OWN_CATEGORY = "rollout"
@@ -60,6 +60,8 @@ class EngineRouter:
     ) -> Completion:
         """Place the request, ask that engine, give the place back however it ends.
 
+        An engine that refuses it as full costs nothing but a second place.
+
         Answers come whole, so `progressed` is never called: a hang is found by the engine's
         supervision, which ends the process and with it this call.
         """
@@ -70,7 +72,8 @@ class EngineRouter:
             prompt_id=request.prompt_id,
             category=OWN_CATEGORY,
         )
-        async with self._room.place(wanted) as placement:
+
+        async def ask(placement: Placement) -> Completion:
             instance_id = placement.reservation.instance_id
             completion = await self._fleet.client_of(instance_id).complete(
                 request.prompt_token_ids, request.sampling, request_id=request.request_id
@@ -78,3 +81,5 @@ class EngineRouter:
             placement.complete(len(completion.token_ids))
             self._fleet.note_progress(instance_id)
             return completion
+
+        return await self._room.serve(wanted, ask)

@@ -249,7 +249,7 @@ class Run:
             inbox=self.inbox,
             engine_status=fleet.status_of,
             trainer_status=gang.status,
-            num_in_flight=self._scheduler.num_in_flight,
+            scheduler=self._scheduler,
         )
         operator.registry = registry_of(RunCollector(self._control, operator.status))
         return operator

@@ -53,7 +53,7 @@ from libra_supervisor.ranks.torchrun import (
 )
 
 _TORCHRUN_NOTICES_S: Final = 5.0
-_DUMP_S: Final = 1.0
+_DUMP_S: Final = 2.5
 _LONGEST_GRACE_S: Final = 5.0
 _FINAL_EXIT_CODES: Final = (2, 5, 6)
 _CHILD_FAILED: Final = 4

@@ -213,3 +213,32 @@ def test_a_simulation_needs_hardware_and_model():
     config = msgspec.structs.replace(small(), hardware=None)
     with pytest.raises(ConfigError, match="needs hardware"):
         run(config)
+
+
+def test_requests_that_are_turned_away_come_again():
+    config = with_load_metric(
+        small(rollout={"max_concurrent_rollouts": 64}),
+        "requests",
+        max_in_flight_per_instance=4,
+        queue_capacity=2,
+    )
+    result = run(config, num_steps=3)
+    assert result.num_refused > 0
+    assert len(result.steps) == 3
+
+
+def test_requests_beyond_the_queue_cap_wait_for_a_place():
+    capped = with_load_metric(small(), "requests", max_in_flight_per_instance=4)
+    result = run(capped, num_steps=3)
+    assert result.num_refused == 0
+    assert result.step_s > run(small(), num_steps=3).step_s
+
+
+def test_without_weight_syncs_nothing_is_reloaded():
+    config = replaced(
+        small(rollout={"max_head_offpolicyness": float("inf")}),
+        weights={"rollout_weight_sync_mode": "none"},
+    )
+    result = run(config, num_steps=3)
+    assert all(step.reloaded_at == step.ended_at for step in result.steps)
+    assert [step.max_staleness for step in result.steps] == [0, 1, 2]

@@ -77,7 +77,9 @@ def check_logits(trainer, tokens, expected) -> None:
 def check_logprobs(trainer, batches, expected) -> None:
     from make_references import TEMPERATURE
 
-    scores = trainer.policy.logprobs(batches, temperature=TEMPERATURE, beat=lambda: None)
+    from libra.trainer.head import Sampling
+
+    scores = trainer.policy.logprobs(batches, sampling=Sampling(TEMPERATURE), beat=lambda: None)
     if not trainer.world.is_last_stage:
         assert scores == []
         return
@@ -89,6 +91,7 @@ def check_gradients(trainer, batches, expected) -> None:
     import torch
     from make_references import TEMPERATURE
 
+    from libra.trainer.head import Sampling
     from libra.trainer.hf_weights import gather_hf_tensors, local_parameters
     from libra.trainer.loss import LossSums
 
@@ -101,7 +104,7 @@ def check_gradients(trainer, batches, expected) -> None:
 
     trainer.model.zero_grad_buffer()
     trainer.policy.forward_backward(
-        batches, weighted_sum, temperature=TEMPERATURE, beat=lambda: None
+        batches, weighted_sum, sampling=Sampling(TEMPERATURE), beat=lambda: None
     )
     with torch.no_grad():
         for _, parameter in local_parameters(trainer.model, trainer.architecture, world):

@@ -98,7 +98,7 @@ def check_head() -> None:
     """One rank's scores of hand-made logits: hidden states are one-hot, so weights are logits."""
     import torch
 
-    from libra.trainer.head import Head, ScoreRequest, score_tokens
+    from libra.trainer.head import Head, Sampling, ScoreRequest, score_tokens
 
     class Layer:
         weight = torch.tensor([[2.0, 0.5], [0.0, 0.1], [-1.0, -3.0], [50.0, 50.0]])
@@ -106,12 +106,12 @@ def check_head() -> None:
     class Config:
         sequence_parallel = False
 
-    def scores(temperature, chunk_tokens, hidden, weight):
+    def scores(temperature, chunk_tokens, hidden, weight, top_p=1.0):
         request = ScoreRequest(
             head=Head(vocab_start=0, num_valid=3, group=None),
             positions=torch.tensor([0, 0, 0, 1, 1]),
             targets=torch.tensor([0, 1, 2, 2, 0]),
-            temperature=temperature,
+            sampling=Sampling(temperature, top_p),
             chunk_tokens=chunk_tokens,
         )
         return score_tokens(hidden[:, None], Layer, weight, request, Config)
@@ -122,6 +122,12 @@ def check_head() -> None:
     warm = scores(1.0, 8, hidden, Layer.weight)[0, :3]
     assert cold.tolist() == pytest.approx([-0.0415372, -3.3748705, -5.0415372], abs=1e-6)
     assert warm.tolist() == pytest.approx([-0.169846, -2.169846, -3.169846], abs=1e-6)
+
+    # T-B27: with the mass of top-p made 1. The first token has .844 of it, the first two .941.
+    kept_one = scores(1.0, 8, hidden, Layer.weight, top_p=0.8)[0, :3]
+    assert kept_one[0] == 0.0
+    kept_two = scores(1.0, 8, hidden, Layer.weight, top_p=0.9)[:, 0]
+    assert kept_two.tolist() == pytest.approx([-0.126928, 0.365334], abs=1e-5)
 
     # Logits in chunks, forward and backward, against autograd over the whole.
     hidden = torch.randn(2, 2, requires_grad=True)

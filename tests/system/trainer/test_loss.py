@@ -6,6 +6,7 @@ import torch
 from libra.algorithms.objective import objective
 from libra.config.algorithm import AlgorithmConfig
 from libra.trainer.batch import MicroBatch
+from libra.trainer.columns import Packing
 from libra.trainer.loss import correction_weights, kl_estimate, mismatch_k3, policy_loss
 
 pytestmark = pytest.mark.system
@@ -19,10 +20,11 @@ def batch(
     return MicroBatch(
         samples=(0,),
         token_ids=zeros[None],
-        position_ids=zeros[None],
-        positions=zeros,
+        packing=Packing(positions=zeros, longest=n),
+        scored=zeros,
         targets=zeros,
         lengths=torch.tensor(lengths or [n]),
+        num_sampled=torch.tensor(lengths or [n]),
         rollout_logprobs=torch.tensor(rollout),
         advantages=torch.tensor(advantages),
         weights=torch.ones(n) if weights is None else torch.tensor(weights),
@@ -35,7 +37,7 @@ def loss_and_gradient(logprobs, given: MicroBatch, **options):
     options = {"importance_correction": "none"} | options
     values = torch.tensor(logprobs, requires_grad=True)
     scores = torch.stack([values, torch.full_like(values, 0.5)])
-    made = objective(AlgorithmConfig(**options), temperature=1.0)
+    made = objective(AlgorithmConfig(**options), temperature=1.0, top_p=1.0)
     loss, sums = policy_loss(scores, given, made)
     (gradient,) = torch.autograd.grad(loss, values)
     return float(loss.detach()), gradient.tolist(), sums
@@ -128,7 +130,9 @@ DIFFERENCES = [0.1, -0.2, 1.5]
 def test_each_correction_gives_the_published_weights(correction, cap, expected):
     given = batch(rollout=[0.0] * 4, advantages=[1.0] * 4, lengths=[3, 1])
     made = objective(
-        AlgorithmConfig(importance_correction=correction, importance_cap=cap), temperature=1.0
+        AlgorithmConfig(importance_correction=correction, importance_cap=cap),
+        temperature=1.0,
+        top_p=1.0,
     )
     weights = correction_weights(torch.tensor([*DIFFERENCES, 0.0]), given, made)
     assert weights.tolist() == pytest.approx([*expected, 1.0], abs=1e-6)
