@@ -2,7 +2,8 @@
 
     fake_supervisor.py RUN_DIR SLOW_START_S
 
-The first start takes SLOW_START_S. SIGTERM: stop everything, exit 0. SIGUSR1: stall the event loop. SIGUSR2: stop, exit 3.
+The first start takes SLOW_START_S. SIGTERM: stop everything, exit 0. SIGUSR1: stall the event
+loop. SIGUSR2: stop, exit 3.
 """
 
 import os
