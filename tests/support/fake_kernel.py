@@ -68,5 +68,8 @@ class FakeKernel:
         self.removed = tuple(sorted(names))
         return self.removed
 
+    async def reap(self, keys):
+        self.reaped = sorted(pid for pid, _ in keys)
+
     async def describe(self, rows):
         return "; ".join(f"pid {row.pid} in state {row.state}" for row in rows)

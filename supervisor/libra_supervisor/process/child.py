@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -17,7 +18,7 @@ _VMSTAT: Final = Path("/proc/vmstat")
 
 
 class ExitStatus(msgspec.Struct, frozen=True):
-    """How a process ended. Both None: another parent got its status."""
+    """How a process ended. Both None: another process was its parent and got its status."""
 
     exit_code: int | None
     signal: int | None
@@ -81,13 +82,20 @@ class LinuxChild:
         self._pidfd = pidfd
         self._is_own = is_own
         self._oom_kills_at_start = num_oom_kills()
+        self._status: ExitStatus | None = None
 
     async def wait(self) -> ExitStatus:
-        await anyio.wait_readable(self._pidfd)
-        if not self._is_own:
-            return ExitStatus(None, None)
-        # WNOWAIT leaves the zombie, and with it the pid and the session number.
-        result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - it has ended
+        if self._status is None:
+            await anyio.wait_readable(self._pidfd)
+            self._status = self._read_status() if self._is_own else ExitStatus(None, None)
+        return self._status
+
+    def _read_status(self) -> ExitStatus:
+        try:
+            # WNOWAIT leaves the zombie, and with it the pid and the session number.
+            result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:
+            result = None
         if result is None:
             return ExitStatus(None, None)
         if result.si_code == os.CLD_EXITED:
@@ -101,7 +109,8 @@ class LinuxChild:
     def reap(self) -> None:
         if self._is_own:
             # WNOHANG: an unkillable process is left to whoever inherits it.
-            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         os.close(self._pidfd)
         self._logs.release(self.child_id)
 

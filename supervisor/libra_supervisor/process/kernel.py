@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
@@ -34,6 +35,7 @@ Choose: TypeAlias = Callable[[Table, Callable[[int], Tag | None]], list[ProcessR
 STACK_DUMP_SIGNAL: Final = signal.SIGABRT
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _YOUNG_S: Final = 10.0
+_OLD_ZOMBIE_S: Final = 60.0
 
 
 class Survey(msgspec.Struct, frozen=True):
@@ -55,6 +57,9 @@ class Kernel(Protocol):
     async def kill_cgroup(self, cgroup: Cgroup) -> None: ...
     async def remove_segments(self, names: frozenset[str]) -> tuple[str, ...]: ...
     async def describe(self, rows: Iterable[ProcessRow]) -> str: ...
+    async def reap(self, keys: Iterable[tuple[int, int]]) -> None:
+        """Let go of dead processes, by pid and start, that were left to this one to wait for."""
+        ...
 
 
 class Linux:
@@ -65,6 +70,7 @@ class Linux:
         self._table: Table = {}
         self._read_at = float("-inf")
         self._reading = anyio.Lock()
+        self._zombie_since: dict[tuple[int, int], float] = {}
 
     async def survey(
         self, choose: Choose, *, with_segments: bool, max_age_s: float = 0.0
@@ -74,6 +80,7 @@ class Linux:
                 self._table = await to_thread.run_sync(read_table)
                 self._read_at = clock.now()
                 self._tags.forget_all_but(self._table)
+                self._reap_old_zombies()
             return await to_thread.run_sync(self._chosen, choose, with_segments)
 
     def _chosen(self, choose: Choose, with_segments: bool) -> Survey:
@@ -83,6 +90,27 @@ class Linux:
             for row in rows:
                 segments |= mapped_segments(row.pid)
         return Survey(tuple(rows), frozenset(segments))
+
+    def _reap_old_zombies(self) -> None:
+        """Orphans of our children are ours to wait for, also those that end by themselves.
+
+        Whoever starts a process waits for it soon; what nobody waited for in a minute is an orphan.
+        """
+        now = clock.now()
+        mine = os.getpid()
+        zombies = {
+            (row.pid, row.start_ticks)
+            for row in self._table.values()
+            if row.ppid == mine and row.is_dead
+        }
+        self._zombie_since = {key: self._zombie_since.get(key, now) for key in zombies}
+        for key, since in self._zombie_since.items():
+            if now - since > _OLD_ZOMBIE_S:
+                _reap(*key)
+
+    async def reap(self, keys: Iterable[tuple[int, int]]) -> None:
+        for pid, start_ticks in keys:
+            _reap(pid, start_ticks)
 
     async def signal(self, rows: Iterable[ProcessRow], signum: int) -> None:
         for row in rows:
@@ -131,6 +159,14 @@ def signal_process(pid: int, start_ticks: int, signum: int) -> bool:
     finally:
         os.close(pidfd)
     return True
+
+
+def _reap(pid: int, start_ticks: int) -> None:
+    row = read_row(pid)
+    is_mine = row is not None and row.ppid == os.getpid() and row.start_ticks == start_ticks
+    if is_mine and row is not None and row.is_dead:
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
 
 
 def request_stack_dump(identities: Iterable[ProcessIdentity | None]) -> None:

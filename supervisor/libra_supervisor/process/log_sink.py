@@ -18,13 +18,13 @@ from libra_supervisor.process.log_lines import LineSplitter
 from libra_supervisor.process.log_messages import RelayReport, SinkFailed, SinkRecovered
 from libra_supervisor.process.streams import Stream
 
-MAX_PENDING_BYTES: Final = 8 * 2**20
+MAX_PENDING_BYTES: Final = 4 * 2**20
 STUCK_AFTER_S: Final = 1.0
 TAIL_BYTES: Final = 96 * 1024
 """More than the longest shown line, so that one that is cut is seen to be."""
 
 READ_BYTES: Final = 256 * 1024
-COPIED_BYTES: Final = 32 * 1024
+COPIED_BYTES: Final = 128 * 1024
 """A read up to this size is copied out of its buffer; a larger one travels inside it."""
 
 _RETRY_AFTER_S: Final = 0.2

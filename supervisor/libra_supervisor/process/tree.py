@@ -97,6 +97,9 @@ class Tree:
         if deadlines.term_grace_s > 0:
             await self.observe()
         survivors, num_killed = await self._kill(deadlines.kill_wait_s)
+        # The leader stays: its pid is its owner's to release.
+        leader_key = (self._leader.pid, self._leader.start_ticks)
+        await self._kernel.reap(self._known - {leader_key})
         if self._cgroup is not None and not survivors:
             self._cgroup.remove()
         return TreeEnded(

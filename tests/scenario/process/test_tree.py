@@ -152,3 +152,48 @@ async def test_shared_memory_of_a_killed_tree_is_removed_and_that_of_others_is_k
         await kept.tree.end(KILL_AT_ONCE)
         kept.reap()
         assert not os.path.exists(f"/dev/shm/{names[0]}")
+
+
+SUBREAPER = """
+import os, sys
+sys.path[:0] = {path!r}
+import anyio
+from pathlib import Path
+from processes import python, site, until
+from libra_supervisor.process import kernel
+from libra_supervisor.process.spawn import become_subreaper
+from libra_supervisor.process.tree import StopDeadlines
+
+def mine():
+    return [r for r in kernel.read_table().values() if r.ppid == os.getpid()]
+
+async def main():
+    become_subreaper()
+    kernel._OLD_ZOMBIE_S = 0.2
+    async with site(Path({run_dir!r})) as place:
+        child = await place.spawn(*python("tree.py", "2", "1", "setsid", "orphan"))
+        log = Path({run_dir!r}) / "logs" / "child.log"
+        await until(lambda: log.exists() and len(log.read_text().split()) == 3)
+        orphans = len(mine()) - 2
+        await child.tree.end(StopDeadlines(term_grace_s=0))
+        child.reap()
+        left = [r.name for r in mine() if r.pid != place.logs._process.pid]
+        stray = await place.spawn("/bin/sh", "-c", "(sleep 0.1 &); sleep 60")
+        await until(lambda: any(r.is_dead for r in mine()))
+        await anyio.sleep(0.1)
+        await stray.tree.observe()
+        await anyio.sleep(0.4)
+        await stray.tree.observe()
+        print(orphans, left, [r.name for r in mine() if r.is_dead], flush=True)
+anyio.run(main)
+"""
+
+
+async def test_dead_orphans_are_waited_for_so_that_no_zombie_stays(tmp_path):
+    async with site(tmp_path / "outer") as place:
+        script = SUBREAPER.format(path=sys.path, run_dir=str(tmp_path / "inner"))
+        child = await place.spawn(sys.executable, "-c", script)
+        await child.wait()
+        lines = await child.last_lines(20)
+        child.reap()
+        assert lines == ("2 [] []",), lines

@@ -2,7 +2,8 @@
 
     fake_supervisor.py RUN_DIR SLOW_START_S
 
-SIGTERM: stop everything, exit 0. SIGUSR1: stall the event loop. SIGUSR2: stop, exit 3.
+The first start takes SLOW_START_S. SIGTERM: stop everything, exit 0. SIGUSR1: stall the event
+loop. SIGUSR2: stop, exit 3.
 """
 
 import os
@@ -114,7 +115,7 @@ async def run(directory, slow_start_s):
             with anyio.open_signal_receiver(
                 signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
             ) as signals:
-                await start_slowly(notifier, slow_start_s)
+                await start_slowly(notifier, slow_start_s if old is None else 0.0)
                 notifier.ready("2 servers ready")
                 exit_code = await obey(signals, notifier)
             for supervision in fleet:
