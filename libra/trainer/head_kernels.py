@@ -10,19 +10,20 @@ import torch
 import triton
 import triton.language as tl
 
+# Annotations of kernels are strings: the compiler reads them as code, and knows no `Any`.
 BLOCK = 4096
 NUM_WARPS = 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_sums(  # noqa: PLR0913, PLR0917 - a kernel takes what it needs one by one
-    logits: Any,
-    targets: Any,
-    sums: Any,
-    row_stride: Any,
-    num_rows: Any,
-    num_valid: Any,
-    inverse_temperature: Any,
+    logits: "Any",
+    targets: "Any",
+    sums: "Any",
+    row_stride: "Any",
+    num_rows: "Any",
+    num_valid: "Any",
+    inverse_temperature: "Any",
     block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -54,16 +55,16 @@ def _row_sums(  # noqa: PLR0913, PLR0917 - a kernel takes what it needs one by o
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _logit_gradients(  # noqa: PLR0913, PLR0917
-    logits: Any,
-    targets: Any,
-    log_sums: Any,
-    entropies: Any,
-    of_logprobs: Any,
-    of_entropies: Any,
-    row_stride: Any,
-    num_columns: Any,
-    num_valid: Any,
-    inverse_temperature: Any,
+    logits: "Any",
+    targets: "Any",
+    log_sums: "Any",
+    entropies: "Any",
+    of_logprobs: "Any",
+    of_entropies: "Any",
+    row_stride: "Any",
+    num_columns: "Any",
+    num_valid: "Any",
+    inverse_temperature: "Any",
     block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
