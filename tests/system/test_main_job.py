@@ -203,6 +203,17 @@ def test_the_run_directory_is_complete(finished):
     assert len(list((job.run_dir / "checkpoints").iterdir())) == 2
 
 
+def test_the_logs_verb_shows_what_the_engines_wrote(finished):
+    job, *_ = finished
+    command = [sys.executable, "-m", "libra_supervisor.cli", "logs", "--role", "rollout"]
+    said = subprocess.run(
+        [*command, "--run-dir", str(job.run_dir)], check=True, capture_output=True, text=True
+    )
+    assert " vllm-0 out | " in said.stdout
+    assert " vllm-1 out | " in said.stdout
+    assert " trainer out | " not in said.stdout
+
+
 def test_no_prompt_visit_is_trained_on_twice(finished):
     job, *_ = finished
     assert set(visits(job.run_dir).values()) == {1}
@@ -240,17 +251,18 @@ def test_after_sigkill_of_everything_a_resumed_run_goes_on_where_it_was(tmp_path
 
 @pytest.mark.case("T-B80")
 @pytest.mark.case("R-B54")
-def test_ctrl_c_during_start_up_and_a_second_one_leave_nothing_running(tmp_path, quickstart):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 0)])
+def test_two_signals_during_start_up_leave_nothing_running(tmp_path, quickstart, number, code):
     job = Job(tmp_path / "run", quickstart)
     try:
         deadline = time.monotonic() + 120
         while len(tagged_processes(job.run_dir)) < 3:
             assert time.monotonic() < deadline, job.said()
             time.sleep(0.2)
-        job.process.send_signal(signal.SIGINT)
+        job.process.send_signal(number)
         time.sleep(0.5)
-        job.process.send_signal(signal.SIGINT)
-        assert job.wait(60) == 130, job.said()
+        job.process.send_signal(number)
+        assert job.wait(60) == code, job.said()
     finally:
         if job.process.poll() is None:
             job.kill()

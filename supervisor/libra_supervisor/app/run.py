@@ -49,6 +49,9 @@ from libra_supervisor.records.reader import last_attempt
 from libra_supervisor.records.writer import RecordsWriter
 
 LOOPBACK: Final = "127.0.0.1"
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""SIGUSR1 is a batch system's notice that the time ends; it stops the run as SIGTERM does."""
+
 SHOW_PERIOD_S: Final = 0.5
 NOTICE_PERIOD_S: Final = 1.0
 NOTIFY_PERIOD_S: Final = 5.0
@@ -102,6 +105,7 @@ class Run:
         self._prompts = prompts
         self._run_id = run_id
         self._display = display
+        self._num_signals = 0
         self.inbox: Inbox[Event] = Inbox()
         self._control = control_of(launch.config, launch.plan, prompts, run_id)
         self._control.attempts_before = last_attempt(launch.directory.metrics)
@@ -257,19 +261,26 @@ class Run:
     # Tasks at the rim
 
     async def _hear_signals(self, fleet: Fleet, gang: Gang) -> None:
-        num_heard = 0
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for number in signals:
-                num_heard += 1
-                name = signal.Signals(number).name
-                _log.info("signal_received", signal=name, count=num_heard)
-                if self._control.is_ending:
-                    # The deadlines of what is being ended are shortened.
-                    gang.stop()
-                    fleet.stop()
-                    continue
-                code = INTERRUPTED if number == signal.SIGINT else 0
-                await self.inbox.post(StopRequested(name, now=num_heard > 1, exit_code=code))
+        try:
+            with anyio.open_signal_receiver(*STOP_SIGNALS) as signals:
+                async for number in signals:
+                    await self._on_signal(signal.Signals(number), fleet, gang)
+        finally:
+            # All has ended or is ending; a late signal must not replace the exit code.
+            for late in STOP_SIGNALS:
+                signal.signal(late, signal.SIG_IGN)
+
+    async def _on_signal(self, number: signal.Signals, fleet: Fleet, gang: Gang) -> None:
+        self._num_signals += 1
+        _log.info("signal_received", signal=number.name, count=self._num_signals)
+        if self._control.is_ending:
+            # The deadlines of what is being ended are shortened.
+            gang.stop()
+            fleet.stop()
+            return
+        code = INTERRUPTED if number == signal.SIGINT else 0
+        is_repeated = self._num_signals > 1
+        await self.inbox.post(StopRequested(number.name, now=is_repeated, exit_code=code))
 
     async def _say_notices(self) -> None:
         """Log what the scheduler finds worth saying once."""

@@ -92,10 +92,24 @@ def _add_control(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     stop.add_argument("--now", action="store_true", help="do not finish the step")
     reload = verbs.add_parser("reload", help="load the served weights into every engine once more")
     _add_run_dir(reload, "directory of the run (default: the newest in runs/)")
+    _add_logs(verbs)
     for verb in VERBS_ON_TARGET:
         act = verbs.add_parser(verb, help=f"{verb} one rollout instance")
         act.add_argument("target", help="the instance's name, e.g. vllm-0")
         _add_run_dir(act, "directory of the run (default: the newest in runs/)")
+
+
+def _add_logs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    logs = verbs.add_parser("logs", help="what the children wrote, in order of time")
+    _add_run_dir(logs, "directory of the run (default: the newest in runs/)")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on with lines to come")
+    whose = logs.add_mutually_exclusive_group()
+    whose.add_argument(
+        "--child", action="append", default=[], help="of this child, e.g. vllm-0; may be repeated"
+    )
+    whose.add_argument("--role", choices=("rollout", "trainer"), help="of children of this kind")
+    logs.add_argument("--rank", type=int, help="lines marked with this rank")
+    logs.add_argument("--since", metavar="TIME", help="30s, 10m, 2h, 1d ago, or an ISO 8601 time")
 
 
 def _add_config(verb: argparse.ArgumentParser) -> None:

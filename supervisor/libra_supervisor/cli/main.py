@@ -47,6 +47,10 @@ def _verb_of(options: Namespace) -> Callable[[Namespace], int]:
             from libra_supervisor.cli.simulation import simulate
 
             return simulate
+        case "logs":
+            from libra_supervisor.cli.logs import logs
+
+            return logs
         case _:
             from libra_supervisor.cli.remote import speak
 
