@@ -53,4 +53,9 @@ def test_children_never_see_what_is_the_supervisors_alone():
         cwd="/",
         log_path="/l",
     )
-    assert environment_of(spec) == {"A": "1", "LIBRA_RUN_ID": "r", "LIBRA_CHILD_ID": "c"}
+    assert environment_of(spec) == {
+        "A": "1",
+        "LIBRA_RUN_ID": "r",
+        "LIBRA_CHILD_ID": "c",
+        "SPT_NOENV": "1",
+    }

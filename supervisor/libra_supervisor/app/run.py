@@ -44,6 +44,7 @@ from libra_supervisor.process.cgroup import delegated_root
 from libra_supervisor.process.kernel import Linux
 from libra_supervisor.process.logs import LogPolicy, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, Spawner, become_subreaper
+from libra_supervisor.process.sweep import end_run
 from libra_supervisor.ranks.gang import Gang
 from libra_supervisor.records.reader import last_attempt
 from libra_supervisor.records.writer import RecordsWriter
@@ -92,7 +93,11 @@ async def _supervised(launch: Launch, prompts: Prompts, run_id: RunId, display: 
             num_kept=launch.config.supervision.log_keep,
         ),
     ) as logs:
-        spawner = LinuxSpawner(run_id=run_id, logs=logs, kernel=Linux(), cgroups=delegated_root())
+        kernel = Linux()
+        # A supervisor that was killed leaves engines, and they hold memory and ports.
+        for row in await end_run(run_id, kernel):
+            _log.warning("leftover_does_not_end", pid=row.pid, name=row.name)
+        spawner = LinuxSpawner(run_id=run_id, logs=logs, kernel=kernel, cgroups=delegated_root())
         return await run.to_end(spawner)
 
 

@@ -411,7 +411,11 @@ class Control:
         return tuple(done)
 
     def _close_step(self, at: Moment) -> tuple[Command, ...]:
-        return self.book.close(attempt=self.attempt, num_dropped=self.desk.dropped_by_reason, at=at)
+        return self.book.close(
+            attempt=self.attempts_before + self.attempt,
+            num_dropped=self.desk.dropped_by_reason,
+            at=at,
+        )
 
     def _until_end(self, done: tuple[Command, ...]) -> tuple[Command, ...]:
         for index, command in enumerate(done):

@@ -70,6 +70,9 @@ def environment_of(spec: ProcessSpec) -> dict[str, str]:
         **without_inherited(spec.env, keeps_proxy=spec.keeps_proxy),
         RUN_TAG: spec.run_id,
         CHILD_TAG: spec.child_id,
+        # A program that sets its title (vLLM's EngineCore and workers) writes over its environment,
+        # and the tags with it; this keeps the setproctitle package to the space of its arguments.
+        "SPT_NOENV": "1",
     }
 
 
