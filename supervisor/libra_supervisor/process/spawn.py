@@ -116,6 +116,9 @@ class LinuxSpawner:
 
     async def _start(self, spec: ProcessSpec, cgroup: Cgroup | None) -> tuple[int, int]:
         """Start the shim and wait until it became the program; (pid, pidfd). Raises OSError."""
+        # A child that says nothing has a log too. Where there is no room for it, the relay says so.
+        with suppress(OSError):
+            os.close(os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o640))
         out_read, out_write = _wide_pipe()
         err_read, err_write = _wide_pipe()
         status_read, status_write = os.pipe2(os.O_CLOEXEC)
