@@ -43,7 +43,12 @@ async def test_a_child_gets_tags_and_nothing_that_belongs_to_the_supervisor(tmp_
     assert status == ExitStatus(0, None)
     seen = json.loads(lines[0])
     env = {k: v for k, v in seen["env"].items() if k != "LC_CTYPE"}
-    assert env == {"KEPT": "yes", "LIBRA_RUN_ID": place.run_id, "LIBRA_CHILD_ID": "child"}
+    assert env == {
+        "KEPT": "yes",
+        "LIBRA_RUN_ID": place.run_id,
+        "LIBRA_CHILD_ID": "child",
+        "SPT_NOENV": "1",
+    }
     assert seen["sid_is_pid"]
     assert (seen["core"], seen["files"], seen["cores"]) == (0, 100, [1])
     assert len(seen["fds"]) == 4, "standard streams and the one that lists them"
