@@ -14,7 +14,7 @@ from libra.wire.rank import RankEvent
 
 
 class ChildStarted(msgspec.Struct, frozen=True, tag=True):
-    """The process exists; it is not ready yet unless it was adopted."""
+    """The process exists; it is not ready yet."""
 
     child_id: ChildId
     pid: int
@@ -24,6 +24,8 @@ class ChildStarted(msgspec.Struct, frozen=True, tag=True):
     incarnation: Incarnation
     at: float
     is_adopted: bool = False
+    facts: dict[str, str] = {}
+    """What a later supervisor needs to take the process over, besides who it is."""
 
 
 class ChildWaiting(msgspec.Struct, frozen=True, tag=True):

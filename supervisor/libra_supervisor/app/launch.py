@@ -25,6 +25,7 @@ from libra.storage.atomic import atomic_write
 from libra.storage.checkpoints import list_complete_checkpoints
 from libra_supervisor.doctor.checks import check_site
 from libra_supervisor.doctor.devices import resolved_device, slot_devices
+from libra_supervisor.doctor.held import NOTHING, held_by_run
 from libra_supervisor.run_directory import RunDirectory
 
 RUNS = Path("runs")
@@ -97,7 +98,9 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
         raise ConfigProblemsError(beyond, subject=f"the plan for {request.config_path}")
     num_slots = plan.num_rollout_gpus + plan.train.world_size
     devices = slot_devices(device, num_slots=num_slots, environ=request.environ)
-    failed = [f for f in check_site(config, plan, device, directory.root) if not f.ok]
+    held = held_by_run(directory) if writes else NOTHING
+    findings = check_site(config, plan, device, directory.root, held=held)
+    failed = [finding for finding in findings if not finding.ok]
     if failed:
         raise SiteError("\n".join(f"{f.check}: {f.detail}; {f.advice}" for f in failed))
     if writes:

@@ -8,7 +8,6 @@ from random import Random
 from typing import Final
 
 import anyio
-from anyio.abc import TaskGroup
 from msgspec.structs import asdict
 
 from libra import clock
@@ -19,6 +18,7 @@ from libra.tracing.log import get_log
 from libra.tracing.span import SpanWriter, trace_path
 from libra_supervisor.api.access import read_or_make_token
 from libra_supervisor.api.server import api_server
+from libra_supervisor.app.adoption import adoptee_of, take_over
 from libra_supervisor.app.builder import Builder
 from libra_supervisor.app.collector import RunCollector, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
@@ -42,9 +42,8 @@ from libra_supervisor.loop.run import run_loop, tick
 from libra_supervisor.notify import Notifier
 from libra_supervisor.process.cgroup import delegated_root
 from libra_supervisor.process.kernel import Linux
-from libra_supervisor.process.logs import LogPolicy, open_log_relay
+from libra_supervisor.process.logs import LogPolicy, LogRelay, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, Spawner, become_subreaper
-from libra_supervisor.process.sweep import end_run
 from libra_supervisor.ranks.gang import Gang
 from libra_supervisor.records.reader import last_attempt
 from libra_supervisor.records.writer import RecordsWriter
@@ -93,12 +92,7 @@ async def _supervised(launch: Launch, prompts: Prompts, run_id: RunId, display: 
             num_kept=launch.config.supervision.log_keep,
         ),
     ) as logs:
-        kernel = Linux()
-        # A supervisor that was killed leaves engines, and they hold memory and ports.
-        for row in await end_run(run_id, kernel):
-            _log.warning("leftover_does_not_end", pid=row.pid, name=row.name)
-        spawner = LinuxSpawner(run_id=run_id, logs=logs, kernel=kernel, cgroups=delegated_root())
-        return await run.to_end(spawner)
+        return await run.to_end(logs)
 
 
 class Run:
@@ -122,9 +116,22 @@ class Run:
         )
         self._outcome: Outcome | None = None
 
-    async def to_end(self, spawner: Spawner) -> Outcome:
+    async def to_end(self, logs: LogRelay) -> Outcome:
+        kernel = Linux()
+        spawner = LinuxSpawner(
+            run_id=self._run_id, logs=logs, kernel=kernel, cgroups=delegated_root()
+        )
         builder = self._builder(spawner)
         fleet, gang = builder.fleet(self._served_directory), builder.gang()
+        kept = await take_over(
+            self._launch.directory,
+            self._run_id,
+            startable=fleet.required_facts(),
+            logs=logs,
+            kernel=kernel,
+        )
+        self._memory.remember(kept)
+        adopt = {child_id: adoptee_of(record) for child_id, record in kept.items()}
         operator = self._operator(fleet, gang)
         notifier = Notifier.from_environment(self._launch.environ)
         try:
@@ -147,7 +154,9 @@ class Run:
                 tasks.start_soon(self._tell_systemd, notifier, operator)
                 tasks.start_soon(self._show, operator)
                 tasks.start_soon(self._hear_signals, fleet, gang)
-                await self._work(builder, fleet, gang, tasks)
+                fleet.start(tasks, adopt)
+                tasks.start_soon(gang.run)
+                await self._work(builder, fleet, gang)
                 self._display.show(operator.progress())
                 notifier.stopping("ending children")
                 await self._end_children(fleet, gang)
@@ -158,13 +167,11 @@ class Run:
             self._tracer.close()
         return self._outcome or Outcome(INTERRUPTED, "interrupted")
 
-    async def _work(self, builder: Builder, fleet: Fleet, gang: Gang, tasks: TaskGroup) -> None:
-        """From the first child to the end of the loop; rollouts and effects end here."""
+    async def _work(self, builder: Builder, fleet: Fleet, gang: Gang) -> None:
+        """Until the end of the loop; rollouts and effects end here."""
         pool = builder.reward_pool()
         runner = builder.runner(fleet, pool)
         mail = RankMail(gang)
-        fleet.start(tasks)
-        tasks.start_soon(gang.run)
         async with anyio.create_task_group() as work:
             executor = Executor(
                 builder.terms(),
