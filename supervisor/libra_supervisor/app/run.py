@@ -11,7 +11,7 @@ import anyio
 from msgspec.structs import asdict
 
 from libra import clock
-from libra.ids import RunId
+from libra.ids import ChildId, RunId
 from libra.rewards.loading import check_reward_name
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
@@ -39,9 +39,11 @@ from libra_supervisor.inbox import Inbox
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.execute import Executor, Ports
 from libra_supervisor.loop.run import run_loop, tick
+from libra_supervisor.loop.stall import StallMeter, measure_stalls
 from libra_supervisor.notify import Notifier
 from libra_supervisor.process.cgroup import delegated_root
-from libra_supervisor.process.kernel import Linux
+from libra_supervisor.process.kernel import Kernel, Linux
+from libra_supervisor.process.lifecycle import Adoptee
 from libra_supervisor.process.logs import LogPolicy, LogRelay, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, Spawner, become_subreaper
 from libra_supervisor.ranks.gang import Gang
@@ -114,6 +116,7 @@ class Run:
             launch.config.heterogeneous_rollout.scheduling,
             kv_capacity_by_tp=kv_capacity_by_tp(launch.config, launch.plan),
         )
+        self._stalls = StallMeter()
         self._outcome: Outcome | None = None
 
     async def to_end(self, logs: LogRelay) -> Outcome:
@@ -123,15 +126,7 @@ class Run:
         )
         builder = self._builder(spawner)
         fleet, gang = builder.fleet(self._served_directory), builder.gang()
-        kept = await take_over(
-            self._launch.directory,
-            self._run_id,
-            startable=fleet.required_facts(),
-            logs=logs,
-            kernel=kernel,
-        )
-        self._memory.remember(kept)
-        adopt = {child_id: adoptee_of(record) for child_id, record in kept.items()}
+        adopt = await self._take_over(fleet, logs, kernel)
         operator = self._operator(fleet, gang)
         notifier = Notifier.from_environment(self._launch.environ)
         try:
@@ -150,6 +145,7 @@ class Run:
                 if port is not None:
                     _log.info("api_listens", host=self._config.api.api_host, port=port)
                 tasks.start_soon(self._memory.run)
+                tasks.start_soon(measure_stalls, self._stalls)
                 tasks.start_soon(notifier.keep_alive)
                 tasks.start_soon(self._tell_systemd, notifier, operator)
                 tasks.start_soon(self._show, operator)
@@ -166,6 +162,20 @@ class Run:
             self._memory.close()
             self._tracer.close()
         return self._outcome or Outcome(INTERRUPTED, "interrupted")
+
+    async def _take_over(
+        self, fleet: Fleet, logs: LogRelay, kernel: Kernel
+    ) -> dict[ChildId, Adoptee]:
+        """End what an earlier supervisor left, but for the servers that go on."""
+        kept = await take_over(
+            self._launch.directory,
+            self._run_id,
+            startable=fleet.required_facts(),
+            logs=logs,
+            kernel=kernel,
+        )
+        self._memory.remember(kept)
+        return {child_id: adoptee_of(record) for child_id, record in kept.items()}
 
     async def _work(self, builder: Builder, fleet: Fleet, gang: Gang) -> None:
         """Until the end of the loop; rollouts and effects end here."""
@@ -267,7 +277,7 @@ class Run:
             trainer_status=gang.status,
             scheduler=self._scheduler,
         )
-        operator.registry = registry_of(RunCollector(self._control, operator.status))
+        operator.registry = registry_of(RunCollector(self._control, operator.status, self._stalls))
         return operator
 
     # Tasks at the rim
