@@ -7,8 +7,12 @@ import pytest
 import yaml
 
 from control_world import RandomWorld
+from libra.planner.search import plan
 from libra.wire.api import StatusSnapshot
 from libra_supervisor.app.collector import RunCollector
+from libra_supervisor.app.forecaster import Forecaster
+from libra_supervisor.instances.serving_meter import ServingMeter
+from planner_cases import grp_config
 
 MONITORING = Path(__file__).resolve().parents[2] / "configs" / "monitoring"
 METRIC = re.compile(r"\blibra_[a-z0-9_]+")
@@ -38,7 +42,11 @@ def exported():
         children=(),
         oldest_wait="",
     )
-    families = RunCollector(world.control, lambda: status).collect()
+    config = grp_config(planner={"initial_allocation_strategy": "configured"})
+    forecaster = Forecaster(
+        config, plan(config).plan, book=None, store=None, meter=ServingMeter({})
+    )
+    families = RunCollector(world.control, lambda: status, forecaster).collect()
     return {name for family in families for name in (family.name, f"{family.name}_total")}
 
 
