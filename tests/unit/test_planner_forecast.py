@@ -128,6 +128,15 @@ def test_engines_that_decode_half_as_fast_as_modelled_teach_a_factor_of_two():
     assert found.measured / found.predicted == pytest.approx(2)
 
 
+def test_prompts_computed_beside_decoding_are_not_taken_for_it():
+    prompt_s = cost_models(CONFIG, EMPTY).instance.cost(1).prompt_token_s
+    decode_s = 1600 * modelled_step_s()
+    num_prompt_tokens = 100 * 0.5 * modelled_step_s() / prompt_s
+    use = serving(latency_s=2.5 * decode_s, num_prompt_tokens=num_prompt_tokens)
+    found = observed(replace(QUIET, serving=(use,)))["rollout_decode"]
+    assert found.measured / found.predicted == pytest.approx(2)
+
+
 def test_engine_steps_full_of_prompts_correct_prefill_with_decode_as_it_is_known():
     prompt_s = cost_models(CONFIG, EMPTY).instance.cost(1).prompt_token_s
     num_prompt_tokens = 100 * 3 * modelled_step_s() / prompt_s
