@@ -111,6 +111,8 @@ class WriteStep(msgspec.Struct, frozen=True, tag=True):
 
     record: StepRecord
     groups: tuple[CompleteGroup, ...]
+    finished: tuple[tuple[int, int], ...] = ()
+    """(tokens given, tokens sampled) of every trajectory that ended in the step."""
 
 
 class WriteReload(msgspec.Struct, frozen=True, tag=True):

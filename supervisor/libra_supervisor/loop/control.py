@@ -75,6 +75,7 @@ class Control:
         if self.is_ending:
             return ()
         done = (*self._dispatch(event, at), *self._proceed(at))
+        self._note_groups(done, at)
         return self._until_end(done)
 
     # One method per family of events
@@ -265,14 +266,17 @@ class Control:
     ) -> tuple[Command, ...]:
         match event:
             case events.SampleStarted(group_id, sample_index):
+                self.book.rollouts.on_started((group_id, sample_index), now=at.now)
                 self.desk.on_started(group_id, sample_index, now=at.now)
                 return ()
             case events.SampleProgressed(group_id, sample_index):
                 self.desk.on_progress(group_id, sample_index, now=at.now)
                 return ()
             case events.SampleFinished(trajectory):
+                self.book.rollouts.on_finished(trajectory, now=at.now)
                 return self.desk.on_finished(trajectory)
             case events.SampleGaveUp(group_id, sample_index, failure):
+                self.book.rollouts.on_ended((group_id, sample_index), now=at.now)
                 return self.desk.on_failed(group_id, sample_index, failure)
             case _:
                 assert_never(event)
@@ -416,6 +420,13 @@ class Control:
             num_dropped=self.desk.dropped_by_reason,
             at=at,
         )
+
+    def _note_groups(self, done: tuple[Command, ...], at: Moment) -> None:
+        for command in done:
+            if isinstance(command, commands.StartGroup):
+                self.book.rollouts.on_opened(command.group.group_id, command.group.n_samples)
+            elif isinstance(command, commands.CancelGroup):
+                self.book.rollouts.on_cancelled(command.group_id, now=at.now)
 
     def _until_end(self, done: tuple[Command, ...]) -> tuple[Command, ...]:
         for index, command in enumerate(done):

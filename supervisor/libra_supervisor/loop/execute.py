@@ -7,7 +7,7 @@ the run, unless the effect's own answer can say it (a reload that was not delive
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, TypeAlias, assert_never
 
 import anyio
 import anyio.to_thread
@@ -38,10 +38,14 @@ from libra_supervisor.loop import commands
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.rollout_state import encoded
 from libra_supervisor.ports import Engines, Ranks, Rollouts, Routing
+from libra_supervisor.records.step import StepRecord
 from libra_supervisor.records.writer import RecordsWriter
 from libra_supervisor.run_directory import RunDirectory
 
 _log = structlog.get_logger()
+
+Judge: TypeAlias = Callable[[commands.WriteStep], Callable[[], StepRecord]]
+"""Called on the loop; what it returns is called in a thread and completes the step's record."""
 
 
 class Ports(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +56,7 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: Rollouts
     routing: Routing
     records: RecordsWriter
+    judge: Judge
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,8 +126,9 @@ class Executor:
                 ports.rollouts.cancel(group_id)
             case commands.CancelAllGroups(reason):
                 ports.rollouts.cancel_all(reason)
-            case commands.WriteStep(record, groups):
-                self._write(ports.records.write_step, record, groups)
+            case commands.WriteStep():
+                # What the engines did in the step is read off here, the rest is done in a thread.
+                self._write(self._write_step, command, ports.judge(command))
             case commands.WriteReload(record):
                 self._write(ports.records.write_reload, record)
             case commands.RetireVersions(pinned):
@@ -143,6 +149,9 @@ class Executor:
         while self._num_unwritten:
             self._all_written = anyio.Event()
             await self._all_written.wait()
+
+    def _write_step(self, command: commands.WriteStep, judged: Callable[[], StepRecord]) -> None:
+        self._ports.records.write_step(judged(), command.groups)
 
     def _write(self, write: Callable[..., None], *arguments: object) -> None:
         self._num_unwritten += 1
