@@ -1,17 +1,47 @@
 """The scheduler behind its two users: the loop that says who serves, and requests to be placed."""
 
+import logging
+
 from libra import clock
 from libra.ids import Incarnation, InstanceId, PolicyVersion
 from libra.rollouts.generation import GenerationRequest
 from libra.rollouts.trajectory import Completion
+from libra.scheduling.explanation import Explanation
 from libra.scheduling.request import RouteRequest
-from libra.scheduling.scheduler import Scheduler
+from libra.scheduling.scheduler import Explained, Scheduler
 from libra.scheduling.slot import InstanceSpec
+from libra.tracing.log import get_log
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.gateway.waiting import Placement, WaitingRoom
 from libra_supervisor.rollouts.client import Progressed
 
 OWN_CATEGORY = "rollout"
+
+_log = get_log()
+
+
+def explained_if_debugging() -> Explained | None:
+    """What logs every decision with its reasons; None, which costs nothing, unless at debug level.
+
+    Call it after logging was set up.
+    """
+    return _log_decision if _log.is_enabled_for(logging.DEBUG) else None
+
+
+def _log_decision(request: RouteRequest, explanation: Explanation) -> None:
+    _log.debug(
+        "request_explained",
+        request_id=request.request_id,
+        prompt_id=request.prompt_id,
+        min_version=request.min_version,
+        choice=explanation.choice,
+        reason=explanation.reason,
+        load_metric=explanation.load_metric,
+        strategy=explanation.strategy,
+        expected_tokens=explanation.expected_tokens,
+        num_waiting=explanation.num_waiting,
+        instances=explanation.instances,
+    )
 
 
 class SchedulerRouting:
@@ -22,7 +52,10 @@ class SchedulerRouting:
         self._fleet = fleet
 
     def know(
-        self, instance_id: InstanceId, incarnation: Incarnation, kv_capacity_tokens: int | None
+        self,
+        instance_id: InstanceId,
+        incarnation: Incarnation,
+        kv_capacity_tokens: int | None,
     ) -> None:
         now = clock.now()
         spec = InstanceSpec(
