@@ -56,12 +56,14 @@ class SchedulerRouting:
         instance_id: InstanceId,
         incarnation: Incarnation,
         kv_capacity_tokens: int | None,
+        *,
+        is_planned: bool,
     ) -> None:
         now = clock.now()
         spec = InstanceSpec(
             instance_id=instance_id, incarnation=incarnation, tp=self._fleet.tp_of(instance_id)
         )
-        self._scheduler.observe_instance(spec, now)
+        self._scheduler.restart_instance(spec, now, is_planned=is_planned)
         if kv_capacity_tokens is not None:
             self._scheduler.on_kv_capacity_measured(instance_id, kv_capacity_tokens, now)
 
