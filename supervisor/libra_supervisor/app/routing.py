@@ -88,17 +88,12 @@ class EngineRouter:
         self._room = room
         self._fleet = fleet
 
-    async def generate(
-        self,
-        request: GenerationRequest,
-        progressed: Progressed,  # noqa: ARG002 - answers come whole
-    ) -> Completion:
+    async def generate(self, request: GenerationRequest, progressed: Progressed) -> Completion:
         """Place the request, ask that engine, give the place back however it ends.
 
-        An engine that refuses it as full costs nothing but a second place.
-
-        Answers come whole, so `progressed` is never called: a hang is found by the engine's
-        supervision, which ends the process and with it this call.
+        An engine that refuses it as full costs nothing but a second place. Answers come whole;
+        `progressed` is called when the request is placed and each time that the engine, asked for
+        what it works on, has it among that.
         """
         wanted = RouteRequest(
             request_id=request.request_id,
@@ -110,9 +105,11 @@ class EngineRouter:
 
         async def ask(placement: Placement) -> Completion:
             instance_id = placement.reservation.instance_id
-            completion = await self._fleet.client_of(instance_id).complete(
-                request.prompt_token_ids, request.sampling, request_id=request.request_id
-            )
+            progressed(0)
+            with self._fleet.watch_of(instance_id).hearing(request.request_id, progressed):
+                completion = await self._fleet.client_of(instance_id).complete(
+                    request.prompt_token_ids, request.sampling, request_id=request.request_id
+                )
             placement.complete(len(completion.token_ids))
             self._fleet.note_progress(instance_id)
             return completion
