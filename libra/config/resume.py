@@ -51,6 +51,7 @@ FREE: Final[frozenset[str]] = frozenset(
         "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "max_skipped_steps",
         "megatron_use_cpu_initialization", "megatron_sequence_parallel",
         "megatron_recompute_granularity",
+        "max_flat_drops",
         "advantage", "advantage_eps", "policy_loss", "clip_ratio_low", "clip_ratio_high",
         "clip_ratio_dual", "loss_agg_mode", "importance_correction", "importance_cap",
         "importance_floor", "kl_coefficient", "kl_estimator", "entropy_coefficient",

@@ -79,6 +79,11 @@ class GuardedReload:
         # The base model may be of another dtype than what is trained; published versions not.
         self._may_cast = identity.served_manifest_hash is None
 
+    @property
+    def is_replacing(self) -> bool:
+        """True while the engine is paused for new weights: it may not answer then."""
+        return self._is_replacing
+
     async def state(self) -> InstanceState:
         version = self._ledger.version
         # An engine that loads weights answers nothing else until it has them.

@@ -134,6 +134,14 @@ class ReloadBatch:
         """Proofs of the members that still count, in the order of membership."""
         return tuple(self._ack_of[i] for i in self._members if i in self._ack_of)
 
+    def is_replacing(self, instance: InstanceId, incarnation: Incarnation) -> bool:
+        """Whether that process is to end because the batch replaces it by one with the version."""
+        return (
+            self._method == "restart"
+            and self._state_of.get(instance) == "asked"
+            and self._members[instance].incarnation == incarnation
+        )
+
     def next_deadline(self) -> float | None:
         return min(self._deadline_of.values(), default=None)
 

@@ -1,7 +1,8 @@
 """Bodies of the HTTP calls between the supervisor and one vLLM server.
 
 `POST /libra/reload` (bearer token) takes a `ReloadRequest` and answers 200 with a `ReloadAck`,
-whose `error` says whether it worked. `GET /libra/state` answers an `InstanceState`. JSON, both.
+whose `error` says whether it worked. `GET /libra/state` answers an `InstanceState`, `GET
+/libra/requests` (bearer token) an `OpenRequests`. All are JSON.
 
 Every answer carries INSTANCE_HEADER and INCARNATION_HEADER. Each choice of a completion has
 SPANS_FIELD, a list of `VersionSpan` over its output tokens (in a stream: in the choice's last
@@ -93,6 +94,14 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
 
     is_paused: bool
     manifest_hash: str | None
+
+
+class OpenRequests(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server is working on."""
+
+    num_tokens: dict[str, int]
+    """Answer tokens so far, over all choices, by the request's X-Request-Id. A request that waits
+    its turn is in it with 0; one that the engine does not have (any more) is not in it."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

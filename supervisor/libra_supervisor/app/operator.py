@@ -151,7 +151,9 @@ class Operator:
             category=OWN_CATEGORY,
             min_version=None if request.min_version is None else PolicyVersion(request.min_version),
         )
-        explanation = self._scheduler.explain(wanted, clock.now())
+        now = clock.now()
+        self._scheduler.on_tick(now)  # as a request would: what ends by time has ended
+        explanation = self._scheduler.explain(wanted, now)
         return VerbReply(
             ok=True, message=explanation.reason, details=msgspec.to_builtins(explanation)
         )

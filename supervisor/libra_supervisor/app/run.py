@@ -30,7 +30,7 @@ from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import RankMail
 from libra_supervisor.app.recall import RunMemory, recorded_run_id
-from libra_supervisor.app.routing import SchedulerRouting
+from libra_supervisor.app.routing import SchedulerRouting, explained_if_debugging
 from libra_supervisor.app.tracer import Tracer
 from libra_supervisor.display.console import Display
 from libra_supervisor.display.progress import plain_line
@@ -117,6 +117,7 @@ class Run:
         self._scheduler = Scheduler(
             launch.config.heterogeneous_rollout.scheduling,
             kv_capacity_by_tp=kv_capacity_by_tp(launch.config, launch.plan),
+            explained=explained_if_debugging(),
         )
         self._stalls = StallMeter()
         self._outcome: Outcome | None = None

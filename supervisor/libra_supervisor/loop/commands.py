@@ -69,6 +69,8 @@ class KnowInstance(msgspec.Struct, frozen=True, tag=True):
     incarnation: Incarnation
     base_url: str
     kv_capacity_tokens: int | None
+    is_planned: bool
+    """It took the place of another in a reload, so the instance keeps its prompts."""
 
 
 class RouteTo(msgspec.Struct, frozen=True, tag=True):

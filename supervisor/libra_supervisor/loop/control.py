@@ -123,7 +123,8 @@ class Control:
             case events.ChildReady():
                 return (commands.AskInstance(instance_id, event.incarnation),)
             case events.ChildExited():
-                self.pool.on_exited(instance_id, event.reason, now=at.now)
+                is_planned = self.publication.is_replacing(instance_id, event.incarnation)
+                self.pool.on_exited(instance_id, event.reason, now=at.now, is_planned=is_planned)
                 lost = self.publication.on_lost(instance_id, event.incarnation, at=at)
                 return (commands.Unroute(instance_id), *lost)
             case events.ChildGaveUp():
@@ -238,7 +239,11 @@ class Control:
             return ()
         self.pool.on_answering(event.instance_id, now=at.now)
         known = commands.KnowInstance(
-            event.instance_id, event.incarnation, event.base_url, event.kv_capacity_tokens
+            event.instance_id,
+            event.incarnation,
+            event.base_url,
+            event.kv_capacity_tokens,
+            is_planned=self.pool[event.instance_id].is_planned_restart,
         )
         committed, state = self.publication.committed, event.state
         has_committed = (

@@ -112,7 +112,10 @@ class Executor:
                 self._start(self._ask_instance, command)
             case commands.KnowInstance():
                 ports.routing.know(
-                    command.instance_id, command.incarnation, command.kv_capacity_tokens
+                    command.instance_id,
+                    command.incarnation,
+                    command.kv_capacity_tokens,
+                    is_planned=command.is_planned,
                 )
             case commands.RouteTo(instance_id, _, version):
                 ports.routing.serve(instance_id, version)

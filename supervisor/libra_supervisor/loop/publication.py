@@ -93,6 +93,10 @@ class Publication:
             return tuple(sorted(coming))
         return () if self._open is None else tuple(sorted(self._open.batch.in_flight))
 
+    def is_replacing(self, instance_id: InstanceId, incarnation: Incarnation) -> bool:
+        """Whether that process ends because of a reload by restart."""
+        return self._open is not None and self._open.batch.is_replacing(instance_id, incarnation)
+
     def begin(self, version: PolicyVersion, *, attempt: int) -> tuple[Command, ...]:
         self._attempt = attempt
         return (PrepareExport(attempt, version),)
