@@ -18,6 +18,7 @@ from libra.wire.rank import (
     ModelReady,
     RankEvent,
     RankFailed,
+    SaveBegun,
     StepTrained,
     WeightsExported,
 )
@@ -201,8 +202,10 @@ class Control:
             case AcksJudged():
                 return self.publication.on_judged(said, at=at)
             case CheckpointSaved():
-                return self._follow(self.cycle.on_saved(said.step, now=at.now), at)
-            case Hello() | ModelReady() | Heartbeat() | RankFailed():
+                fields: dict[str, object] = {"step": said.step, "save_s": round(said.save_s, 3)}
+                saved = commands.Say("checkpoint_saved", fields)
+                return (saved, *self._follow(self.cycle.on_saved(said.step, now=at.now), at))
+            case Hello() | ModelReady() | Heartbeat() | SaveBegun() | RankFailed():
                 # The gang keeps these: identity, readiness, liveness and the first cause.
                 return ()
             case _:

@@ -91,6 +91,8 @@ class Executor:
         self._files = anyio.CapacityLimiter(1)
         self._num_unwritten = 0
         self._all_written = anyio.Event()
+        self._save_is_told = anyio.Event()
+        self._save_is_told.set()
 
     def execute(self, command: Command) -> None:  # noqa: C901, PLR0912, PLR0915 - a table
         """Begin the effect; never waits."""
@@ -105,7 +107,8 @@ class Executor:
             case commands.SendBatch():
                 self._start(self._send_batch, command)
             case commands.SaveRun():
-                self._start(self._save, command)
+                self._save_is_told = anyio.Event()
+                self._start(self._save, command, self._save_is_told)
             case commands.SendReload():
                 self._start(self._send_reload, command)
             case commands.AskInstance():
@@ -208,9 +211,11 @@ class Executor:
     async def _send_batch(self, command: commands.SendBatch) -> None:
         cut = partial(cut_batch, command.groups, self._terms.algorithm, self._terms.shape)
         shards = await anyio.to_thread.run_sync(cut)
+        # A checkpoint that was asked for before holds the step before.
+        await self._save_is_told.wait()
         self._ports.ranks.train(command.attempt, command.step, shards)
 
-    async def _save(self, command: commands.SaveRun) -> None:
+    async def _save(self, command: commands.SaveRun, is_told: anyio.Event) -> None:
         directory = self._terms.directory.checkpoint_of(command.step)
         rollout_state = await anyio.to_thread.run_sync(encoded, command.rollout_state)
         await anyio.to_thread.run_sync(_discard_if_there, directory, limiter=self._files)
@@ -223,6 +228,7 @@ class Executor:
                 rollout_state=rollout_state,
             ),
         )
+        is_told.set()
 
     def _retire_checkpoints(self) -> None:
         """Make room for one more; at least one complete checkpoint is always there."""

@@ -22,6 +22,7 @@ from libra.wire.rank import (
     JudgeAcks,
     ModelReady,
     RankFailed,
+    SaveBegun,
     SaveCheckpoint,
     Shutdown,
     StepTrained,
@@ -86,8 +87,14 @@ def first_life(model, tmp_path_factory):
             rollout_state=b"cursor",
         )
         supervisor.send(save)
+        said["begun"] = [supervisor.links[rank].expect(SaveBegun) for rank in (0, 1)]
         said["saved"] = supervisor.links[0].expect(CheckpointSaved)
         said["next"] = train(supervisor, 3)
+        # The rank leaves when this one is complete, though nobody waits for it.
+        last = msgspec.structs.replace(
+            save, step=3, directory=str(run_dir / "checkpoints" / "step_000003")
+        )
+        supervisor.send(last)
         supervisor.send(Shutdown(reason="the test is over"))
         said["exit_code"] = supervisor.process.wait(timeout=60)
         said["heartbeats"] = list(supervisor.links[1].heartbeats)
@@ -195,7 +202,9 @@ def test_rank_0_judges_acks_by_its_own_probe(first_life):
 
 
 def test_the_checkpoint_is_complete_and_holds_the_rollout_state(first_life):
-    (found,) = list_complete_checkpoints(first_life["run_dir"] / "checkpoints", with_hashes=True)
+    assert [begun.rank for begun in first_life["begun"]] == [0, 1]
+    last, found = list_complete_checkpoints(first_life["run_dir"] / "checkpoints", with_hashes=True)
+    assert last.step == 3
     assert (found.step, found.manifest.num_optimizer_steps) == (2, 4)
     assert read_rollout_state(found.directory) == b"cursor"
     assert first_life["saved"].directory == str(found.directory)
