@@ -1,6 +1,7 @@
 """Whether an ACK proves that its server answers with the weights it was asked to load. Pure."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -67,8 +68,9 @@ def judge_acks(
     refused: dict[InstanceId, str] = {}
     accepted: list[ReloadAck] = []
     largest = 0.0
+    num_acks_of = Counter(ack.instance_id for ack in acks)
     for ack in acks:
-        if sum(other.instance_id == ack.instance_id for other in acks) > 1:
+        if num_acks_of[ack.instance_id] > 1:
             refused[ack.instance_id] = "it answered more than once"
             continue
         problems = ack_problems(request, ack)
