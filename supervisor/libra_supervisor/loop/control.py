@@ -231,6 +231,7 @@ class Control:
                 if event.error:
                     reason = f"the trainer's weights v{event.version} are broken: {event.error}"
                     return (commands.EndRun(4, reason),)
+                self.publication.on_checked(event.receipt)
                 return self._follow(self.cycle.on_exported(event.version), at)
             case _:
                 assert_never(event)

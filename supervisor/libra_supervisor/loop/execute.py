@@ -24,9 +24,10 @@ from libra.rollouts.batch import BatchShape, shard
 from libra.rollouts.group import CompleteGroup
 from libra.storage.atomic import discard_directory
 from libra.storage.checkpoints import list_complete_checkpoints
-from libra.storage.finite import find_non_finite
 from libra.storage.manifests import read_manifest, verify_weights
+from libra.storage.receipt import SETTLE_S
 from libra.weights.retention import deletable_versions
+from libra.wire.instance import WeightsReceipt
 from libra.wire.rank import ExportWeights, MiniBatch, SaveCheckpoint
 from libra_supervisor.events import (
     Event,
@@ -186,10 +187,12 @@ class Executor:
         )
 
     async def _check_export(self, command: commands.CheckExport) -> None:
-        error = await anyio.to_thread.run_sync(
-            _find_export_error, Path(command.directory), command.manifest_hash
+        # Without it the files would often be too new for a receipt.
+        await clock.sleep(2 * SETTLE_S)
+        error, receipt = await anyio.to_thread.run_sync(
+            _check_weights, Path(command.directory), command.manifest_hash
         )
-        await self._post(ExportChecked(command.version, command.manifest_hash, error))
+        await self._post(ExportChecked(command.version, command.manifest_hash, error, receipt))
 
     def _retire_versions(self, pinned: frozenset[PolicyVersion], loading: frozenset[Path]) -> None:
         published = {
@@ -287,12 +290,13 @@ def _discard_if_there(directory: Path) -> None:
         discard_directory(directory)
 
 
-def _find_export_error(directory: Path, manifest_hash: str) -> str:
+def _check_weights(directory: Path, manifest_hash: str) -> tuple[str, WeightsReceipt | None]:
+    """What is wrong with them, and when nothing is, the receipt of having read them."""
     try:
         manifest, found_hash = read_manifest(directory)
         if found_hash != manifest_hash:
-            return f"{directory}: the manifest's hash is {found_hash}, announced: {manifest_hash}"
-        verify_weights(directory, manifest, find_non_finite=find_non_finite)
+            found = f"the manifest's hash is {found_hash}, announced: {manifest_hash}"
+            return f"{directory}: {found}", None
+        return "", verify_weights(directory, manifest)
     except DataError as error:
-        return str(error)
-    return ""
+        return str(error), None
