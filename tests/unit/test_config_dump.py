@@ -14,6 +14,7 @@ PECULIAR = (
     "run_name: 'ünï 名'\n"
     "rollout_extra_args: []\n"
     "reward_args: {none: null, many: .inf, text: '.inf', empty: [], map: {}, deep: [{a: [~]}], "
+    "signed: '-.5', nel: \"a\\x85b\", "
     "number: 1e300, e: '1e-6', on: 'yes', date: 2026-01-02, line: \"a\\nb\\u2028c\", big: "
     "123456789012345678901234567890}\n".replace("on:", "'on':")
     + "global_resource_planner: {train_pipeline_bubble_ratio_threshold: .inf}\n"
