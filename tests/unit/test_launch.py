@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from config_files import load, write_run
 from libra.config.environment import Environment
 from libra.config.load import LoadedConfig
 from libra.config.model import ModelConfig
@@ -12,7 +13,13 @@ from libra.config.training import TrainingConfig
 from libra.errors import ConfigError, InfeasiblePlanError, SiteError
 from libra.planner.plan import configured_plan
 from libra_supervisor.app import launch
-from libra_supervisor.app.launch import RunRequest, choose_directory, new_run_id, plan_in_words
+from libra_supervisor.app.launch import (
+    Launch,
+    RunRequest,
+    choose_directory,
+    new_run_id,
+    plan_in_words,
+)
 from libra_supervisor.doctor.devices import cuda_devices, resolved_device, slot_devices
 from libra_supervisor.run_directory import RunDirectory
 
@@ -141,3 +148,34 @@ def test_slots_share_cores_on_cpu_and_never_share_a_gpu():
     assert slot_devices("cuda", num_slots=2, environ=two) == ("0", "1")
     with pytest.raises(SiteError, match="uses 3 GPUs and 2 are visible"):
         slot_devices("cuda", num_slots=3, environ=two)
+
+
+HARDWARE = (
+    "hardware: {device_name: any, memory_bytes: 80_000_000_000, dense_bf16_flops: 1.0e+15, "
+    "memory_bandwidth_bytes_per_s: 2.0e+12, intra_node_bandwidth_bytes_per_s: 4.0e+11, "
+    "inter_node_bandwidth_bytes_per_s: 5.0e+10}\n"
+    "global_resource_planner: {initial_allocation_strategy: grp}\n"
+)
+
+
+def test_a_run_that_the_planner_split_is_resumed_under_its_own_configuration(working, monkeypatch):
+    path = write_run(working, HARDWARE, device="cpu", train_gpus="7", rollout_gpus="1")
+    monkeypatch.setattr(launch, "check_site", lambda *_args: [])
+    directory = RunDirectory(working / "runs" / "run")
+
+    def resume(*overrides: str) -> Launch:
+        again = RunRequest(
+            loaded=load(path, *overrides),
+            config_path=path,
+            environ={},
+            run_directory=directory.root,
+            is_resume=True,
+        )
+        return launch.prepare(again, directory, writes=True)
+
+    directory.root.mkdir(parents=True)
+    first = resume()
+    assert first.config.training.train_gpus != 7
+    assert resume().config == first.config
+    with pytest.raises(ConfigError, match="seed"):
+        resume("seed=1")

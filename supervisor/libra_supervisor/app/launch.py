@@ -85,13 +85,14 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
     config = msgspec.structs.replace(
         config, control=msgspec.structs.replace(config.control, device=device)
     )
+    report = planned(config)
+    plan, config = report.plan, planned_config(config, report.plan)
     if request.is_resume and directory.resolved_config_json.exists():
+        # What was recorded is planned too: under grp the counts are the plan's on both sides.
         old = load_resolved(directory.resolved_config_json)
         changed = check_resume(old, config, place_of=request.loaded.place_of)
         if changed:
             raise ConfigProblemsError(changed, subject=str(request.config_path))
-    report = planned(config)
-    plan, config = report.plan, planned_config(config, report.plan)
     beyond = check_availability(config, request.loaded.environment)
     if beyond:
         raise ConfigProblemsError(beyond, subject=f"the plan for {request.config_path}")
