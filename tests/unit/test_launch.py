@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from config_files import load, write_run
+from libra.config.algorithm import AlgorithmConfig
+from libra.config.data import DataConfig
 from libra.config.environment import Environment
 from libra.config.load import LoadedConfig
 from libra.config.model import ModelConfig
@@ -12,14 +13,10 @@ from libra.config.run_control import RunControlConfig
 from libra.config.training import TrainingConfig
 from libra.errors import ConfigError, InfeasiblePlanError, SiteError
 from libra.planner.plan import configured_plan
+from libra.rollouts.accounts import LEASE_S
 from libra_supervisor.app import launch
-from libra_supervisor.app.launch import (
-    Launch,
-    RunRequest,
-    choose_directory,
-    new_run_id,
-    plan_in_words,
-)
+from libra_supervisor.app.launch import RunRequest, choose_directory, new_run_id, plan_in_words
+from libra_supervisor.app.parts import buffer_limits
 from libra_supervisor.doctor.devices import cuda_devices, resolved_device, slot_devices
 from libra_supervisor.run_directory import RunDirectory
 
@@ -150,32 +147,16 @@ def test_slots_share_cores_on_cpu_and_never_share_a_gpu():
         slot_devices("cuda", num_slots=3, environ=two)
 
 
-HARDWARE = (
-    "hardware: {device_name: any, memory_bytes: 80_000_000_000, dense_bf16_flops: 1.0e+15, "
-    "memory_bandwidth_bytes_per_s: 2.0e+12, intra_node_bandwidth_bytes_per_s: 4.0e+11, "
-    "inter_node_bandwidth_bytes_per_s: 5.0e+10}\n"
-    "global_resource_planner: {initial_allocation_strategy: grp}\n"
-)
-
-
-def test_a_run_that_the_planner_split_is_resumed_under_its_own_configuration(working, monkeypatch):
-    path = write_run(working, HARDWARE, device="cpu", train_gpus="7", rollout_gpus="1")
-    monkeypatch.setattr(launch, "check_site", lambda *_args: [])
-    directory = RunDirectory(working / "runs" / "run")
-
-    def resume(*overrides: str) -> Launch:
-        again = RunRequest(
-            loaded=load(path, *overrides),
-            config_path=path,
-            environ={},
-            run_directory=directory.root,
-            is_resume=True,
+def test_what_bounds_the_rollouts_comes_from_the_configuration():
+    limits = buffer_limits(
+        config(
+            algorithm=AlgorithmConfig(n_samples=4, max_flat_drops=3),
+            training=TrainingConfig(batch_size=32),
+            data=DataConfig(reward_timeout_s=5000.0),
         )
-        return launch.prepare(again, directory, writes=True)
-
-    directory.root.mkdir(parents=True)
-    first = resume()
-    assert first.config.training.train_gpus != 7
-    assert resume().config == first.config
-    with pytest.raises(ConfigError, match="seed"):
-        resume("seed=1")
+    )
+    assert (limits.n_samples, limits.batch_size, limits.max_flat_drops) == (4, 32, 3)
+    # A wait for a place and a reward bound themselves: only what is silent beyond them is lost.
+    assert limits.lease_s == LEASE_S + 5000.0
+    assert buffer_limits(config()).lease_s == LEASE_S + 600.0
+    assert buffer_limits(config()).max_flat_drops == 0
