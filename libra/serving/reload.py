@@ -7,10 +7,10 @@ are proven loaded.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import anyio
-import anyio.to_thread
 
 from libra.errors import DataError, LibraError, PeerError, RejectedError
 from libra.ids import PolicyVersion
@@ -18,6 +18,7 @@ from libra.serving.engine import Engine
 from libra.serving.gate import Gate
 from libra.serving.identity import ServingIdentity
 from libra.serving.ledger import VersionLedger
+from libra.storage.arrival import when_visible
 from libra.storage.finite import find_non_finite
 from libra.storage.manifests import read_manifest, verify_weights
 from libra.storage.safetensors import model_tensors
@@ -118,10 +119,10 @@ class GuardedReload:
         self, request: ReloadRequest, directory: Path, measured: Measured
     ) -> WeightsManifest:
         try:
-            manifest, manifest_hash = await anyio.to_thread.run_sync(read_manifest, directory)
+            manifest, manifest_hash = await when_visible(partial(read_manifest, directory))
             self._check_manifest(request, manifest, manifest_hash)
             measured.verified.append("manifest")
-            await anyio.to_thread.run_sync(self._check_files, directory, manifest)
+            await when_visible(partial(self._check_files, directory, manifest))
             measured.verified.append("files")
         except OSError as exc:
             raise DataError(f"{directory} cannot be read: {exc}") from exc

@@ -22,6 +22,7 @@ from libra.errors import DataError, LibraError, PeerError
 from libra.ids import PolicyVersion, RunId
 from libra.rollouts.batch import BatchShape, shard
 from libra.rollouts.group import CompleteGroup
+from libra.storage.arrival import when_visible
 from libra.storage.atomic import discard_directory
 from libra.storage.checkpoints import list_complete_checkpoints
 from libra.storage.finite import find_non_finite
@@ -174,9 +175,12 @@ class Executor:
         )
 
     async def _check_export(self, command: commands.CheckExport) -> None:
-        error = await anyio.to_thread.run_sync(
-            _find_export_error, Path(command.directory), command.manifest_hash
-        )
+        check = partial(_check_weights, Path(command.directory), command.manifest_hash)
+        try:
+            await when_visible(check)
+            error = ""
+        except DataError as found:
+            error = str(found)
         await self._post(ExportChecked(command.version, command.manifest_hash, error))
 
     def _retire_versions(self, pinned: frozenset[PolicyVersion], loading: frozenset[Path]) -> None:
@@ -272,12 +276,10 @@ def _discard_if_there(directory: Path) -> None:
         discard_directory(directory)
 
 
-def _find_export_error(directory: Path, manifest_hash: str) -> str:
-    try:
-        manifest, found_hash = read_manifest(directory)
-        if found_hash != manifest_hash:
-            return f"{directory}: the manifest's hash is {found_hash}, announced: {manifest_hash}"
-        verify_weights(directory, manifest, find_non_finite=find_non_finite)
-    except DataError as error:
-        return str(error)
-    return ""
+def _check_weights(directory: Path, manifest_hash: str) -> None:
+    manifest, found_hash = read_manifest(directory)
+    if found_hash != manifest_hash:
+        raise DataError(
+            f"{directory}: the manifest's hash is {found_hash}, announced: {manifest_hash}"
+        )
+    verify_weights(directory, manifest, find_non_finite=find_non_finite)
