@@ -58,6 +58,10 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL term; k3 is unbiased and never negative."""
 
+    kl_unbiased: bool = False
+    """Weight each token's KL estimate by pi / pi_old, so that its gradient is that of the KL;
+    without it only k2's is, and only before the first update of a step."""
+
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
 

@@ -80,6 +80,12 @@ class PromptTokenizer:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
+    def spelled(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Each token's own text, special tokens included."""
+        return tuple(
+            self._tokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids
+        )
+
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids

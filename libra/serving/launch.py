@@ -22,7 +22,6 @@ from libra.serving.identity import (
     identity_from,
 )
 from libra.storage.arrival import when_visible
-from libra.storage.finite import find_non_finite
 from libra.storage.manifests import read_manifest, verify_weights
 from libra.weights.manifest import WeightsManifest
 
@@ -103,9 +102,7 @@ async def _verified(directory: Path, run_id: RunId) -> tuple[WeightsManifest, st
     manifest, manifest_hash = await when_visible(partial(read_manifest, directory))
     if manifest.run_id != run_id:
         raise DataError(f"{directory} was published by run {manifest.run_id}, not by {run_id}")
-    await when_visible(
-        partial(verify_weights, directory, manifest, find_non_finite=find_non_finite)
-    )
+    await when_visible(partial(verify_weights, directory, manifest))
     return manifest, manifest_hash
 
 

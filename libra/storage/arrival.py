@@ -8,7 +8,6 @@ what is wrong in any other way than by lacking is wrong at once.
 from collections.abc import Callable
 from typing import TypeVar
 
-import anyio
 import anyio.to_thread
 
 from libra import clock
@@ -22,9 +21,7 @@ VISIBLE_WITHIN_S = 30.0
 LOOK_AGAIN_S = 0.5
 
 
-async def when_visible(
-    check: Callable[[], T], *, limiter: anyio.CapacityLimiter | None = None
-) -> T:
+async def when_visible(check: Callable[[], T]) -> T:
     """Run `check` in a thread, again while it raises NotVisibleYetError, and return its result.
 
     After VISIBLE_WITHIN_S the error goes to the caller; any other one does at once.
@@ -32,7 +29,7 @@ async def when_visible(
     deadline = clock.now() + VISIBLE_WITHIN_S
     while True:
         try:
-            return await anyio.to_thread.run_sync(check, limiter=limiter)
+            return await anyio.to_thread.run_sync(check)
         except NotVisibleYetError:
             if clock.now() >= deadline:
                 raise

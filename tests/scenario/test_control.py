@@ -98,6 +98,56 @@ def test_with_engines_and_gangs_dying_at_any_moment_every_step_is_still_trained(
     assert list(final.values()) == sorted(final.values())
 
 
+def test_training_and_rollouts_go_on_while_a_checkpoint_is_written():
+    rng = Random(4)
+    world = started(total_steps=6, save_interval=2)
+    world.is_disk_stuck = True
+    while world.step(rng):
+        pass
+    # Step 4 is due to be saved while step 2 still is: that far, and no further.
+    assert [step for _, step, _ in world.trained] == [1, 2, 3, 4]
+    assert world.control.cycle.phase is Phase.SAVING
+    assert list(world.saving) == [2]
+    counts = world.control.desk.counts
+    assert counts.enqueued + counts.running == 0, "a group waits for the disk"
+    assert world.control.desk.num_complete >= 4, "no further batch was made meanwhile"
+    world.is_disk_stuck = False
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert sorted(world.checkpoints) == [2, 4, 6]
+
+
+def test_a_run_waits_for_its_last_checkpoint_before_it_ends():
+    rng = Random(4)
+    world = started(total_steps=2, save_interval=0)
+    world.is_disk_stuck = True
+    while world.step(rng):
+        pass
+    assert world.ended is None
+    assert world.control.cycle.phase is Phase.SAVING
+    world.is_disk_stuck = False
+    world.run(rng)
+    assert world.ended is not None
+    assert 2 in world.checkpoints
+
+
+@pytest.mark.case("T-B50")
+def test_a_gang_lost_while_a_checkpoint_is_written_goes_on_from_the_one_before():
+    rng = Random(4)
+    world = started(total_steps=6, save_interval=2)
+    run_until(world, rng, lambda w: 2 in w.checkpoints)
+    world.is_disk_stuck = True
+    run_until(world, rng, lambda w: [s for _, s, _ in w.trained][-1] == 5)
+    world.is_disk_stuck = False
+    world.lose_gang()
+    assert world.gang_version == 2
+    world.run(rng)
+    assert world.ended is not None
+    assert [step for _, step, _ in world.trained] == [1, 2, 3, 4, 5, 3, 4, 5, 6]
+    assert sorted(world.checkpoints) == [2, 4, 6]
+
+
 @pytest.mark.case("T-B59")
 def test_with_no_slack_every_batch_is_exactly_on_policy():
     world = started(total_steps=5, offpolicyness=0)

@@ -113,7 +113,10 @@ class World:
         self.pending: list[events.Event] = []
         self.routes: dict[InstanceId, PolicyVersion] = {}
         self.processes: dict[InstanceId, Process] = {}
+        self.saving: dict[int, bytes] = {}
         self.checkpoints: dict[int, bytes] = {}
+        """The complete ones: those of which rank 0 has said so."""
+
         self.trained: list[tuple[int, int, int]] = []
         """(attempt, step, worst staleness) of every batch sent to the ranks."""
 
@@ -169,6 +172,8 @@ class World:
     def post(self, event: events.Event) -> None:
         """Let `event` happen now."""
         self.now += 0.01
+        if isinstance(event, events.RankSaid) and isinstance(event.event, CheckpointSaved):
+            self.checkpoints[event.event.step] = self.saving[event.event.step]
         for command in self.control.on_event(event, Moment(self.now, int(self.now * 1e9))):
             self._carry_out(command)
 
@@ -270,7 +275,8 @@ class World:
             case commands.SendBatch(_, step, groups):
                 self._train(step, groups)
             case commands.SaveRun(_, step, state):
-                self.checkpoints[step] = encoded(state)
+                assert step == self.gang_version, "a later step is saved as this one"
+                self.saving[step] = encoded(state)
                 self._rank_says(CheckpointSaved(step, f"/c/{step}", 0.1))
             case commands.SendReload(instance_id, incarnation, request):
                 self._reload(instance_id, incarnation, request)
@@ -445,6 +451,9 @@ class RandomWorld(World):
 
     failure_chance = 0.0
 
+    is_disk_stuck = False
+    """Checkpoints are begun and do not get done."""
+
     def step(self, rng: Random) -> bool:
         if self.ended is not None or not self.pending:
             return False
@@ -469,6 +478,8 @@ class RandomWorld(World):
         return True
 
     def _can_happen(self, event: object) -> bool:
+        if isinstance(event, events.RankSaid) and isinstance(event.event, CheckpointSaved):
+            return not self.is_disk_stuck
         if not isinstance(event, _Generate):
             return True
         has_started = not any(

@@ -7,6 +7,7 @@ from libra import clock
 from libra.errors import DataError
 from libra.tracing.chrome import labels_for, read_trace, trace_files, write_chrome_trace
 from libra.tracing.span import Phase, SpanWriter, trace_path
+from libra_supervisor.cli.main import main
 
 
 def write_run(run_dir, *, ranks=2, attempt=1):
@@ -90,6 +91,18 @@ def test_two_runs_are_laid_side_by_side_from_zero(tmp_path):
         pids = [pid for pid, name in names.items() if name.startswith(run)]
         assert min(e["ts"] for e in spans if e["pid"] in pids) == 0
     assert {e["name"] for e in spans} == {"grpo_update", "recompute_logprobs"}
+
+
+def test_the_verb_writes_one_file_and_names_what_holds_no_trace(tmp_path, capsys):
+    write_run(tmp_path / "run")
+    out = tmp_path / "trace.json"
+    assert main(["trace", str(tmp_path / "run"), "--output", str(out)]) == 0
+    num_events = len(json.loads(out.read_text())["traceEvents"])
+    assert capsys.readouterr().out == f"{out}: {num_events} events\n"
+    (tmp_path / "empty").mkdir()
+    assert main(["trace", str(tmp_path / "empty"), "--output", str(tmp_path / "none.json")]) == 2
+    assert str(tmp_path / "empty") in capsys.readouterr().err
+    assert not (tmp_path / "none.json").exists()
 
 
 def test_tracks_of_one_process_become_named_threads(tmp_path):

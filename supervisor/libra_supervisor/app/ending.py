@@ -15,14 +15,18 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def outcome_of(error: BaseException) -> Outcome:
     """The outcome that an escaped error means: its first LibraError, else a bug."""
-    leaves = list(_leaves(error))
-    for leaf in leaves:
-        if isinstance(leaf, LibraError):
-            return Outcome(leaf.exit_code, str(leaf))
-    if all(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+    cause = first_cause(error)
+    if isinstance(cause, LibraError):
+        return Outcome(cause.exit_code, str(cause))
+    if all(isinstance(leaf, KeyboardInterrupt) for leaf in _leaves(error)):
         return Outcome(INTERRUPTED, "interrupted")
-    first = leaves[0]
-    return Outcome(BUG, f"a bug in Libra: {type(first).__name__}: {first}")
+    return Outcome(BUG, f"a bug in Libra: {type(cause).__name__}: {cause}")
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first LibraError in a group of errors, else the first error; any other error itself."""
+    leaves = _leaves(error)
+    return next((leaf for leaf in leaves if isinstance(leaf, LibraError)), leaves[0])
 
 
 def _leaves(error: BaseException) -> "list[BaseException]":

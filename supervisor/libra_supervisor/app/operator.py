@@ -203,6 +203,13 @@ class Operator:
 
 def waiting_for(control: Control) -> str:
     """Who waits for whom, as a sentence."""
+    sentence, saving_step = _waiting_for(control), control.cycle.saving_step
+    if saving_step is None or control.cycle.phase is Phase.SAVING:
+        return sentence
+    return f"{sentence}; the checkpoint of step {saving_step} is being written"
+
+
+def _waiting_for(control: Control) -> str:
     match control.cycle.phase:
         case Phase.STARTING:
             parts = [] if control.ready_step is not None else ["the trainer"]

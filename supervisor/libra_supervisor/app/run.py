@@ -8,21 +8,22 @@ from random import Random
 from typing import Final
 
 import anyio
-from anyio.abc import TaskGroup
 from msgspec.structs import asdict
 
 from libra import clock
-from libra.ids import RunId
+from libra.ids import ChildId, RunId
 from libra.rewards.loading import check_reward_name
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
 from libra.tracing.span import SpanWriter, trace_path
 from libra_supervisor.api.access import read_or_make_token
 from libra_supervisor.api.server import api_server
+from libra_supervisor.app.adoption import adoptee_of, take_over
 from libra_supervisor.app.builder import Builder
 from libra_supervisor.app.collector import RunCollector, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Fleet
+from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.app.launch import Launch, new_run_id, plan_in_words
 from libra_supervisor.app.operator import Facts, Operator
 from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
@@ -36,15 +37,17 @@ from libra_supervisor.display.progress import plain_line
 from libra_supervisor.events import Event, StopRequested
 from libra_supervisor.gateway.waiting import WaitingRoom
 from libra_supervisor.inbox import Inbox
+from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.execute import Executor, Ports
 from libra_supervisor.loop.run import run_loop, tick
+from libra_supervisor.loop.stall import StallMeter, measure_stalls
 from libra_supervisor.notify import Notifier
 from libra_supervisor.process.cgroup import delegated_root
-from libra_supervisor.process.kernel import Linux
-from libra_supervisor.process.logs import LogPolicy, open_log_relay
+from libra_supervisor.process.kernel import Kernel, Linux
+from libra_supervisor.process.lifecycle import Adoptee
+from libra_supervisor.process.logs import LogPolicy, LogRelay, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, Spawner, become_subreaper
-from libra_supervisor.process.sweep import end_run
 from libra_supervisor.ranks.gang import Gang
 from libra_supervisor.records.reader import last_attempt
 from libra_supervisor.records.writer import RecordsWriter
@@ -93,12 +96,7 @@ async def _supervised(launch: Launch, prompts: Prompts, run_id: RunId, display: 
             num_kept=launch.config.supervision.log_keep,
         ),
     ) as logs:
-        kernel = Linux()
-        # A supervisor that was killed leaves engines, and they hold memory and ports.
-        for row in await end_run(run_id, kernel):
-            _log.warning("leftover_does_not_end", pid=row.pid, name=row.name)
-        spawner = LinuxSpawner(run_id=run_id, logs=logs, kernel=kernel, cgroups=delegated_root())
-        return await run.to_end(spawner)
+        return await run.to_end(logs)
 
 
 class Run:
@@ -121,12 +119,19 @@ class Run:
             kv_capacity_by_tp=kv_capacity_by_tp(launch.config, launch.plan),
             explained=explained_if_debugging(),
         )
+        self._stalls = StallMeter()
         self._outcome: Outcome | None = None
 
-    async def to_end(self, spawner: Spawner) -> Outcome:
+    async def to_end(self, logs: LogRelay) -> Outcome:
+        kernel = Linux()
+        spawner = LinuxSpawner(
+            run_id=self._run_id, logs=logs, kernel=kernel, cgroups=delegated_root()
+        )
         builder = self._builder(spawner)
         fleet, gang = builder.fleet(self._served_directory), builder.gang()
-        operator = self._operator(fleet, gang)
+        adopt = await self._take_over(fleet, logs, kernel)
+        forecaster = builder.forecaster()
+        operator = self._operator(fleet, gang, forecaster)
         notifier = Notifier.from_environment(self._launch.environ)
         try:
             async with (
@@ -144,11 +149,14 @@ class Run:
                 if port is not None:
                     _log.info("api_listens", host=self._config.api.api_host, port=port)
                 tasks.start_soon(self._memory.run)
+                tasks.start_soon(measure_stalls, self._stalls)
                 tasks.start_soon(notifier.keep_alive)
                 tasks.start_soon(self._tell_systemd, notifier, operator)
                 tasks.start_soon(self._show, operator)
                 tasks.start_soon(self._hear_signals, fleet, gang)
-                await self._work(builder, fleet, gang, tasks)
+                fleet.start(tasks, adopt)
+                tasks.start_soon(gang.run)
+                await self._work(builder, fleet, gang, forecaster)
                 self._display.show(operator.progress())
                 notifier.stopping("ending children")
                 await self._end_children(fleet, gang)
@@ -159,13 +167,27 @@ class Run:
             self._tracer.close()
         return self._outcome or Outcome(INTERRUPTED, "interrupted")
 
-    async def _work(self, builder: Builder, fleet: Fleet, gang: Gang, tasks: TaskGroup) -> None:
-        """From the first child to the end of the loop; rollouts and effects end here."""
+    async def _take_over(
+        self, fleet: Fleet, logs: LogRelay, kernel: Kernel
+    ) -> dict[ChildId, Adoptee]:
+        """End what an earlier supervisor left, but for the servers that go on."""
+        kept = await take_over(
+            self._launch.directory,
+            self._run_id,
+            startable=fleet.required_facts(),
+            logs=logs,
+            kernel=kernel,
+        )
+        self._memory.remember(kept)
+        return {child_id: adoptee_of(record) for child_id, record in kept.items()}
+
+    async def _work(
+        self, builder: Builder, fleet: Fleet, gang: Gang, forecaster: Forecaster
+    ) -> None:
+        """Until the end of the loop; rollouts and effects end here."""
         pool = builder.reward_pool()
         runner = builder.runner(fleet, pool)
         mail = RankMail(gang)
-        fleet.start(tasks)
-        tasks.start_soon(gang.run)
         async with anyio.create_task_group() as work:
             executor = Executor(
                 builder.terms(),
@@ -175,6 +197,7 @@ class Run:
                     rollouts=runner,
                     routing=SchedulerRouting(self._scheduler, fleet),
                     records=RecordsWriter(self._launch.directory),
+                    judge=forecaster,
                 ),
                 tasks=work,
                 post=self.inbox.post,
@@ -236,6 +259,7 @@ class Run:
             room=WaitingRoom(self._scheduler),
             inbox=self.inbox,
             rng=Random(f"{self._run_id} {clock.wall_ns()}"),  # noqa: S311 - jitter and names
+            meter=ServingMeter({i.instance_id: i.tp for i in self._launch.plan.instances}),
         )
 
     def _served_directory(self) -> Path | None:
@@ -246,7 +270,7 @@ class Run:
         directory = self._launch.directory.weights_of(version)
         return directory if directory.exists() else None
 
-    def _operator(self, fleet: Fleet, gang: Gang) -> Operator:
+    def _operator(self, fleet: Fleet, gang: Gang, forecaster: Forecaster) -> Operator:
         operator = Operator(
             Facts(
                 run_id=self._run_id,
@@ -261,7 +285,9 @@ class Run:
             trainer_status=gang.status,
             scheduler=self._scheduler,
         )
-        operator.registry = registry_of(RunCollector(self._control, operator.status))
+        operator.registry = registry_of(
+            RunCollector(self._control, operator.status, self._stalls, forecaster)
+        )
         return operator
 
     # Tasks at the rim

@@ -47,6 +47,14 @@ def _verb_of(options: Namespace) -> Callable[[Namespace], int]:
             from libra_supervisor.cli.simulation import simulate
 
             return simulate
+        case "score":
+            from libra_supervisor.cli.scoring import score
+
+            return score
+        case "trace":
+            from libra_supervisor.cli.tracing import trace
+
+            return trace
         case "logs":
             from libra_supervisor.cli.logs import logs
 

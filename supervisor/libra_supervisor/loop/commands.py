@@ -42,7 +42,10 @@ class SendBatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class SaveRun(msgspec.Struct, frozen=True, tag=True):
-    """Have the ranks write the checkpoint of `step` together with `rollout_state`."""
+    """Have the ranks write the checkpoint of `step` together with `rollout_state`.
+
+    A batch that is sent after this is trained after the ranks have taken the state of `step`.
+    """
 
     attempt: int
     step: int
@@ -113,6 +116,8 @@ class WriteStep(msgspec.Struct, frozen=True, tag=True):
 
     record: StepRecord
     groups: tuple[CompleteGroup, ...]
+    finished: tuple[tuple[int, int], ...] = ()
+    """(tokens given, tokens sampled) of every trajectory that ended in the step."""
 
 
 class WriteReload(msgspec.Struct, frozen=True, tag=True):

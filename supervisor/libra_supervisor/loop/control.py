@@ -18,6 +18,7 @@ from libra.wire.rank import (
     ModelReady,
     RankEvent,
     RankFailed,
+    SaveBegun,
     StepTrained,
     WeightsExported,
 )
@@ -75,6 +76,7 @@ class Control:
         if self.is_ending:
             return ()
         done = (*self._dispatch(event, at), *self._proceed(at))
+        self._note_groups(done, at)
         return self._until_end(done)
 
     # One method per family of events
@@ -200,8 +202,10 @@ class Control:
             case AcksJudged():
                 return self.publication.on_judged(said, at=at)
             case CheckpointSaved():
-                return self._follow(self.cycle.on_saved(said.step, now=at.now), at)
-            case Hello() | ModelReady() | Heartbeat() | RankFailed():
+                fields: dict[str, object] = {"step": said.step, "save_s": round(said.save_s, 3)}
+                saved = commands.Say("checkpoint_saved", fields)
+                return (saved, *self._follow(self.cycle.on_saved(said.step, now=at.now), at))
+            case Hello() | ModelReady() | Heartbeat() | SaveBegun() | RankFailed():
                 # The gang keeps these: identity, readiness, liveness and the first cause.
                 return ()
             case _:
@@ -227,6 +231,7 @@ class Control:
                 if event.error:
                     reason = f"the trainer's weights v{event.version} are broken: {event.error}"
                     return (commands.EndRun(4, reason),)
+                self.publication.on_checked(event.receipt)
                 return self._follow(self.cycle.on_exported(event.version), at)
             case _:
                 assert_never(event)
@@ -270,14 +275,17 @@ class Control:
     ) -> tuple[Command, ...]:
         match event:
             case events.SampleStarted(group_id, sample_index):
+                self.book.rollouts.on_started((group_id, sample_index), now=at.now)
                 self.desk.on_started(group_id, sample_index, now=at.now)
                 return ()
             case events.SampleProgressed(group_id, sample_index):
                 self.desk.on_progress(group_id, sample_index, now=at.now)
                 return ()
             case events.SampleFinished(trajectory):
+                self.book.rollouts.on_finished(trajectory, now=at.now)
                 return self.desk.on_finished(trajectory)
             case events.SampleGaveUp(group_id, sample_index, failure):
+                self.book.rollouts.on_ended((group_id, sample_index), now=at.now)
                 return self.desk.on_failed(group_id, sample_index, failure)
             case _:
                 assert_never(event)
@@ -421,6 +429,13 @@ class Control:
             num_dropped=self.desk.dropped_by_reason,
             at=at,
         )
+
+    def _note_groups(self, done: tuple[Command, ...], at: Moment) -> None:
+        for command in done:
+            if isinstance(command, commands.StartGroup):
+                self.book.rollouts.on_opened(command.group.group_id, command.group.n_samples)
+            elif isinstance(command, commands.CancelGroup):
+                self.book.rollouts.on_cancelled(command.group_id, now=at.now)
 
     def _until_end(self, done: tuple[Command, ...]) -> tuple[Command, ...]:
         for index, command in enumerate(done):

@@ -110,6 +110,11 @@ class LogRelay:
             os.close(held[1])
             os.close(held[2])
 
+    def keep_only(self, children: frozenset[ChildId]) -> None:
+        """Release every other child: after a start, those that are not taken over."""
+        for child_id in self.children - children:
+            self.release(child_id)
+
     async def tail(self, child_id: ChildId, num_lines: int) -> tuple[str, ...]:
         """Return the last lines the child printed, oldest first; none when the relay is away."""
         self._num_requests += 1
