@@ -1,8 +1,6 @@
 import contextlib
 
-import anyio
 import anyio.lowlevel
-import anyio.to_thread
 import pytest
 import trio.testing
 
@@ -14,15 +12,15 @@ def anyio_backend():
     return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0.001)}
 
 
-async def run_here(function, *arguments, **_limits):
+async def at_once(work, *arguments, **_how):
     await anyio.lowlevel.checkpoint()
-    return function(*arguments)
+    return work(*arguments)
 
 
 @pytest.fixture
 def app(tmp_path, monkeypatch):
-    # Virtual time would run on, by more or less, while a thread reads files.
-    monkeypatch.setattr(anyio.to_thread, "run_sync", run_here)
+    # While a thread works the virtual clock would run on, by as much as the thread is slow.
+    monkeypatch.setattr("anyio.to_thread.run_sync", at_once)
     return GuardedApp(tmp_path, monkeypatch)
 
 
