@@ -3,6 +3,7 @@
 import sys
 from argparse import Namespace
 
+import anyio
 import msgspec
 
 from libra.config.load import current_environ, load_config
@@ -13,6 +14,8 @@ from libra_supervisor.doctor import probes
 from libra_supervisor.doctor.checks import check_site
 from libra_supervisor.doctor.devices import cpu_cores, cuda_devices, resolved_device
 from libra_supervisor.doctor.findings import GIB, Finding
+from libra_supervisor.doctor.leftovers import leftover_findings
+from libra_supervisor.process.kernel import Linux
 from libra_supervisor.validate import verb as validation
 from libra_supervisor.validate.dataset import summarize_dataset
 from libra_supervisor.validate.memory import estimate_memory
@@ -63,6 +66,7 @@ def doctor(options: Namespace) -> int:
         config = load_config(options.config, options.overrides, environ).config
         device = resolved_device(config.control.device, environ)
         findings = check_site(config, planned(config).plan, device, RUNS.resolve())
+    findings += anyio.run(leftover_findings, Linux())
     if options.as_json:
         sys.stdout.write(msgspec.json.encode(findings).decode() + "\n")
     else:
