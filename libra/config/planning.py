@@ -8,6 +8,7 @@ from libra.config.base import (
     Config,
     Count,
     NonNegativeFloat,
+    PathText,
     PositiveCount,
     Seconds,
 )
@@ -82,6 +83,10 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
 
     memory_budget_workspace_factor: NonNegativeFloat = 2.0
     """Multiplier for logits and workspace temporaries that live at the same time."""
+
+    calibration_dir: PathText = ""
+    """Directory of the factors measured so far, one file for each device and model; empty means
+    `libra/calibration` in XDG_DATA_HOME, or else in `~/.local/share`."""
 
     runtime_dynamic_reconfiguration_enabled: bool = False
     """Master switch for reconfiguration while the run goes on."""

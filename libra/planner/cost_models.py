@@ -13,6 +13,7 @@ from libra.models.kv_capacity import RolloutMemory as EngineMemory
 from libra.planner.calibration import Calibration
 from libra.planner.instance_cost import InstanceModel
 from libra.planner.memory import RolloutMemory, TrainMemory
+from libra.planner.publish_cost import PublishModel
 from libra.planner.train_cost import TrainModel
 
 _BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -26,6 +27,7 @@ class CostModels(msgspec.Struct, frozen=True, kw_only=True):
     train_memory: TrainMemory
     instance: InstanceModel
     rollout_memory: RolloutMemory
+    publish: PublishModel
 
 
 def cost_models(config: RunConfig, calibration: Calibration) -> CostModels:
@@ -54,8 +56,7 @@ def cost_models(config: RunConfig, calibration: Calibration) -> CostModels:
             training=training,
             megatron=config.megatron,
             calibration=calibration,
-            num_forward_only_passes=training.recompute_logprobs
-            + (config.algorithm.kl_coefficient > 0),
+            has_reference=config.algorithm.kl_coefficient > 0,
         ),
         train_memory=TrainMemory(
             arch=arch,
@@ -74,6 +75,12 @@ def cost_models(config: RunConfig, calibration: Calibration) -> CostModels:
             max_sequences=rollout.rollout_max_num_seqs,
         ),
         rollout_memory=rollout_memory,
+        publish=PublishModel(
+            weights=config.weights,
+            memory=rollout_memory,
+            calibration=calibration,
+            gpus_per_node=hardware.gpus_per_node,
+        ),
     )
 
 

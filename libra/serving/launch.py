@@ -17,7 +17,6 @@ from libra.serving.identity import (
     ServingIdentity,
     identity_from,
 )
-from libra.storage.finite import find_non_finite
 from libra.storage.manifests import read_manifest, verify_weights
 
 MIDDLEWARE = "libra.serving.middleware.LibraMiddleware"
@@ -93,7 +92,7 @@ def _describe_served(
         raise DataError(
             f"{directory} was published by run {manifest.run_id}, not by {identity.run_id}"
         )
-    verify_weights(directory, manifest, find_non_finite=find_non_finite)
+    verify_weights(directory, manifest)
     environment[SERVED_VERSION_VARIABLE] = str(manifest.policy_version)
     environment[SERVED_MANIFEST_HASH_VARIABLE] = manifest_hash
 

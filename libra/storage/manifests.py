@@ -1,15 +1,22 @@
 """Reading, writing and checking the manifest of published weights."""
 
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from libra.errors import DataError
 from libra.storage.atomic import atomic_write
+from libra.storage.content import read_content
 from libra.storage.digest import hash_bytes, hash_file
+from libra.storage.receipt import are_settled, receipt_for, stamps_of
 from libra.storage.safetensors import model_tensors
 from libra.weights.manifest import FORMAT, MANIFEST_NAME, FileEntry, WeightsManifest
+from libra.wire.instance import WeightsReceipt
+
+MAX_READERS: Final = 4
+"""Files read at once by one check: as much as one host's memory is worth."""
 
 
 def write_manifest(directory: Path, manifest: WeightsManifest) -> str:
@@ -35,25 +42,55 @@ def read_manifest(directory: Path) -> tuple[WeightsManifest, str]:
     return manifest, hash_bytes(content)
 
 
-def verify_weights(
-    directory: Path,
-    manifest: WeightsManifest,
-    *,
-    find_non_finite: Callable[[Path], list[str]] | None = None,
-) -> None:
+def verify_weights(directory: Path, manifest: WeightsManifest) -> WeightsReceipt | None:
     """Check every byte of `directory` against its manifest; returns only when all is right.
 
-    Sizes, hashes, no file too many, and the safetensors headers against the tensor list.
-    `find_non_finite` (`libra.storage.finite.find_non_finite`) adds a search for NaN and Inf.
+    Sizes, no file too many, the safetensors headers against the tensor list, then in one pass
+    hashes and the search for NaN and Inf. The receipt (`libra.storage.receipt`) spares others on
+    this host that pass; None when the files are too new for one (`are_settled`).
+
     Raises DataError that says what is wrong. Reads all files: call it off the event loop.
     """
-    verify_files(directory, manifest.files, manifest_name=MANIFEST_NAME)
+    verify_structure(directory, manifest)
+    names = names_in(manifest)
+    try:
+        before = stamps_of(directory, names)
+        are_trusted = are_settled(before)
+        _verify_content(directory, manifest)
+        after = stamps_of(directory, names)
+    except OSError as error:
+        raise DataError(f"{directory}: cannot be read: {error}") from error
+    if after != before:
+        raise DataError(f"{directory}: was changed while it was checked")
+    return receipt_for(after) if are_trusted else None
+
+
+def names_in(manifest: WeightsManifest) -> tuple[str, ...]:
+    """File names in the manifest's order, which is a receipt's too."""
+    return tuple(entry.name for entry in manifest.files)
+
+
+def verify_structure(directory: Path, manifest: WeightsManifest) -> None:
+    """Check all but the content: names, sizes, and the headers against the tensor list.
+
+    Raises DataError.
+    """
+    verify_files(directory, manifest.files, manifest_name=MANIFEST_NAME, with_hashes=False)
     _verify_tensors(directory, manifest)
-    if find_non_finite is None:
-        return
-    for path in sorted(directory.glob("*.safetensors")):
-        if names := find_non_finite(path):
-            raise DataError(f"{path}: NaN or Inf in {', '.join(names[:3])}")
+
+
+def _verify_content(directory: Path, manifest: WeightsManifest) -> None:
+    paths = [directory / entry.name for entry in manifest.files]
+    with ThreadPoolExecutor(max_workers=MAX_READERS) as readers:
+        contents = list(readers.map(read_content, paths))
+    for path, entry, content in zip(paths, manifest.files, contents, strict=True):
+        if content.xxh3_128 != entry.xxh3_128:
+            raise DataError(
+                f"{directory}: {entry.name} hashes to {content.xxh3_128} "
+                f"instead of {entry.xxh3_128}"
+            )
+        if content.non_finite:
+            raise DataError(f"{path}: NaN or Inf in {', '.join(content.non_finite[:3])}")
 
 
 def verify_files(

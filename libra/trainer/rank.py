@@ -8,7 +8,8 @@ from libra.config.run import RunConfig
 from libra.errors import InvariantError
 from libra.tracing.span import Phase, SpanWriter
 from libra.trainer.assembly import Trainer, assemble
-from libra.trainer.checkpoint import restore_checkpoint, save_checkpoint
+from libra.trainer.background import BackgroundWork
+from libra.trainer.checkpoint import restore_checkpoint, stage_checkpoint
 from libra.trainer.identity import RankIdentity
 from libra.trainer.link import Link
 from libra.trainer.probe import judge
@@ -21,13 +22,14 @@ from libra.wire.rank import (
     ModelReady,
     RankCommand,
     RankEvent,
+    SaveBegun,
     SaveCheckpoint,
     Shutdown,
     StepTrained,
     TrainStep,
 )
 
-WorkCommand: TypeAlias = TrainStep | ExportWeights | JudgeAcks | SaveCheckpoint
+WorkCommand: TypeAlias = TrainStep | ExportWeights | JudgeAcks
 
 HEARTBEAT_EVERY_S = 0.25
 """Shortest time between two heartbeats of one phase: micro-batches may take a millisecond."""
@@ -62,9 +64,13 @@ def run_rank(
         flush=True,
     )
     link.send(ready)
+    behind = BackgroundWork(on_error=link.interrupt)
     while not isinstance(command := _next(link, spans), Shutdown):
-        if (event := _answer(trainer, command, spans)) is not None:
+        if isinstance(command, SaveCheckpoint):
+            _begin_save(trainer, command, link, spans, behind)
+        elif (event := _answer(trainer, command, spans)) is not None:
             link.send(event)
+    behind.wait()
 
 
 def _built(config: RunConfig, identity: RankIdentity, pulse: "Pulse") -> Trainer:
@@ -101,6 +107,29 @@ class Pulse:
         self._link.send(Heartbeat(rank=self._rank, step=step, phase=phase))
 
 
+def _begin_save(
+    trainer: Trainer,
+    command: SaveCheckpoint,
+    link: Link,
+    spans: SpanWriter,
+    behind: BackgroundWork,
+) -> None:
+    """Take the state, say so, and leave the writing to a thread, which says when it is done."""
+    # The ranks agree on files one checkpoint at a time.
+    behind.wait()
+    with spans.span(Phase.SAVE_CHECKPOINT, step=command.step):
+        staged = stage_checkpoint(trainer, command)
+    link.send(SaveBegun(rank=trainer.world.at.rank, step=command.step))
+
+    def write() -> None:
+        with spans.span(Phase.WRITE_CHECKPOINT, track="checkpoint", step=command.step):
+            saved = staged.write()
+        if saved is not None:
+            link.send(saved)
+
+    behind.start(write, name="checkpoint")
+
+
 def _answer(trainer: Trainer, command: WorkCommand, spans: SpanWriter) -> RankEvent | None:
     """Obey one command; returns what to tell the supervisor, if anything."""
     rank = trainer.world.at.rank
@@ -120,8 +149,5 @@ def _answer(trainer: Trainer, command: WorkCommand, spans: SpanWriter) -> RankEv
                 raise InvariantError(f"rank {rank} was asked to judge ACKs; only rank 0 does")
             with spans.span(Phase.JUDGE_ACKS, version=command.request.policy_version):
                 return judge(command, trainer.config)
-        case SaveCheckpoint(step=step):
-            with spans.span(Phase.SAVE_CHECKPOINT, step=step):
-                return save_checkpoint(trainer, command)
         case _:
             assert_never(command)

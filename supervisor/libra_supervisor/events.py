@@ -9,7 +9,7 @@ import msgspec
 
 from libra.ids import ChildId, GroupId, Incarnation, InstanceId, PolicyVersion
 from libra.rollouts.trajectory import SampleFailed, Trajectory
-from libra.wire.instance import InstanceState, ReloadAck
+from libra.wire.instance import InstanceState, ReloadAck, WeightsReceipt
 from libra.wire.rank import RankEvent
 
 
@@ -200,6 +200,8 @@ class ExportChecked(msgspec.Struct, frozen=True, tag=True):
     """As announced: tells the export of an earlier attempt apart."""
 
     error: str
+    receipt: WeightsReceipt | None = None
+    """For the servers on this host; None after an error, or where the file system allows none."""
 
 
 class ReloadAnswered(msgspec.Struct, frozen=True, tag=True):

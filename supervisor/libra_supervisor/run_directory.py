@@ -38,6 +38,11 @@ class RunDirectory(msgspec.Struct, frozen=True):
         return self.root / "plan.json"
 
     @property
+    def calibration(self) -> Path:
+        """The measured factors that the plan was made with."""
+        return self.root / "calibration.json"
+
+    @property
     def state(self) -> Path:
         return self.root / "state.json"
 

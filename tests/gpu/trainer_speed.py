@@ -195,7 +195,7 @@ def median_s(step: Callable[[int], object]) -> float:
 
 
 def published(trainer, directory: Path) -> dict[str, object]:
-    from libra.trainer.checkpoint import save_checkpoint
+    from libra.trainer.checkpoint import stage_checkpoint
     from libra.trainer.publish import export_weights
     from libra.wire.rank import ExportWeights, SaveCheckpoint
 
@@ -207,7 +207,10 @@ def published(trainer, directory: Path) -> dict[str, object]:
             trainer, ExportWeights("r", version, str(directory / f"v{version}"), (1, 2, 3))
         )
         times["export_s"] = round(exported.export_s, 3) if exported else None
-    saved = save_checkpoint(trainer, SaveCheckpoint(step, str(directory / "step_1"), b""))
+    began_at = time.perf_counter()
+    staged = stage_checkpoint(trainer, SaveCheckpoint(step, str(directory / "step_1"), b""))
+    times["stage_s"] = round(time.perf_counter() - began_at, 2)
+    saved = staged.write()
     times["save_s"] = round(saved.save_s, 2) if saved else None
     return times
 

@@ -137,7 +137,8 @@ def explain(run_dir: Path) -> dict:
 def finished(tmp_path_factory, quickstart):
     """One whole run, and what its processes looked like while it ran."""
     run_dir = tmp_path_factory.mktemp("main") / "run"
-    job = Job(run_dir, quickstart, "-o", f"total_steps={NUM_STEPS}", "-o", "save_interval=20")
+    options = ("-o", f"total_steps={NUM_STEPS}", "-o", "save_interval=20")
+    job = Job(run_dir, quickstart, *options, "--log-level", "debug")
     try:
         job.until_step(1, 600)
         commands = [" ".join(p.cmdline()) for p in tagged_processes(run_dir)]
@@ -171,6 +172,15 @@ def test_a_running_job_explains_where_a_request_would_go(finished):
     assert explained["message"] == details["reason"]
     assert {instance["instance_id"] for instance in details["instances"]} == {"vllm-0", "vllm-1"}
     assert details["choice"] in {"vllm-0", "vllm-1", None}
+
+
+def test_at_debug_level_the_log_says_why_each_request_went_where_it_went(finished):
+    job, *_ = finished
+    said = read_lines(job.run_dir / "logs/control.jsonl")
+    decisions = [line for line in said if line["event"] == "request_explained"]
+    placed = {line["choice"] for line in decisions}
+    assert {"vllm-0", "vllm-1"} <= placed
+    assert all(len(line["instances"]) == 2 for line in decisions[-100:])
 
 
 def test_the_reward_rises_past_half_way(finished):

@@ -464,6 +464,7 @@ def test_an_option_of_another_choice_is_refused(text: str, path: str):
         ("heterogeneous_rollout: {scheduling: {prefix_affinity_max_entries: 5}}",
          f"{SCHEDULING}.prefix_affinity_max_entries"),
         ("kl_estimator: k1", "kl_estimator"),
+        ("kl_unbiased: true", "kl_unbiased"),
         ("api: {api_host: '0.0.0.0'}", "api.api_host"),
         (("global_resource_planner: {initial_allocation_strategy: grp}\ntrain_gpus: 2\n"
          "train_tp_size: 2"), "train_tp_size"),

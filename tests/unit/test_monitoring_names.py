@@ -8,9 +8,13 @@ import pytest
 import yaml
 
 from control_world import RandomWorld
+from libra.planner.search import plan
 from libra.wire.api import StatusSnapshot
 from libra_supervisor.app.collector import RunCollector
+from libra_supervisor.app.forecaster import Forecaster
+from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.loop.stall import StallMeter
+from planner_cases import grp_config
 
 MONITORING = Path(__file__).resolve().parents[2] / "configs" / "monitoring"
 METRIC = re.compile(r"\blibra_[a-z0-9_]+")
@@ -45,8 +49,13 @@ def exported():
         children=(),
         oldest_wait="",
     )
+    config = grp_config(planner={"initial_allocation_strategy": "configured"})
+    forecaster = Forecaster(
+        config, plan(config).plan, book=None, store=None, meter=ServingMeter({})
+    )
     stalls = StallMeter()
-    families = anyio.run(collected, RunCollector(world.control, lambda: status, stalls))
+    collector = RunCollector(world.control, lambda: status, stalls, forecaster)
+    families = anyio.run(collected, collector)
     return {name for family in families for name in (family.name, f"{family.name}_total")}
 
 

@@ -109,7 +109,7 @@ SWITCHES: Final = (
         bool,
         "true",
     ),
-    Dependence(("kl_estimator",), "kl_coefficient", bool, "above 0"),
+    Dependence(("kl_estimator", "kl_unbiased"), "kl_coefficient", bool, "above 0"),
     Dependence(
         ("importance_cap", "importance_floor"), "importance_correction", _is_not("none"), "not none"
     ),

@@ -12,6 +12,7 @@ from libra.scheduling.scheduler import Scheduler
 from libra.workflows.loading import load_workflow
 from libra_supervisor.app.engine import Engine, EngineSite
 from libra_supervisor.app.fleet import Fleet
+from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.app.launch import Launch
 from libra_supervisor.app.parts import batch_shape
 from libra_supervisor.app.prompts import Prompts
@@ -23,6 +24,7 @@ from libra_supervisor.gateway.gateway import Gateway, GatewayOptions
 from libra_supervisor.gateway.waiting import WaitingRoom
 from libra_supervisor.inbox import Inbox
 from libra_supervisor.instances.client import MODEL_NAME
+from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.loop.execute import Terms
 from libra_supervisor.process.spawn import Spawner
 from libra_supervisor.ranks.gang import Gang
@@ -49,6 +51,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
     room: WaitingRoom
     inbox: Inbox[Event]
     rng: Random
+    meter: ServingMeter
 
     def terms(self) -> Terms:
         config = self.launch.config
@@ -73,6 +76,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             token_file=self.token_file,
             env=launch.environ,
             devices=launch.devices,
+            meter=self.meter,
         )
         base = config.rollout.rollout_port_base
         engines = [
@@ -144,6 +148,12 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
                     top_p=config.rollout.top_p,
                 ),
             )
+        )
+
+    def forecaster(self) -> Forecaster:
+        launch = self.launch
+        return Forecaster(
+            launch.config, launch.plan, book=launch.book, store=launch.store, meter=self.meter
         )
 
     def load_exchange(self) -> LoadExchange | None:

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from libra import clock
 from libra.wire.api import StatusSnapshot
+from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.loop.control import Control
 from libra_supervisor.loop.stall import StallMeter
 
@@ -21,11 +22,16 @@ class RunCollector(Collector):
     """Gauges and counters `libra_*`; units are in the names."""
 
     def __init__(
-        self, control: Control, status: Callable[[], StatusSnapshot], stalls: StallMeter
+        self,
+        control: Control,
+        status: Callable[[], StatusSnapshot],
+        stalls: StallMeter,
+        forecaster: Forecaster,
     ) -> None:
         self._control = control
         self._status = status
         self._stalls = stalls
+        self._forecaster = forecaster
 
     def collect(self) -> Iterator[Metric]:
         status, control = self._status(), self._control
@@ -48,6 +54,7 @@ class RunCollector(Collector):
             "libra_trajectories_buffered", "Of complete groups that wait.", status.num_buffered
         )
         yield from self._of_last_step()
+        yield from self._of_forecast()
         dropped = CounterMetricFamily(
             "libra_trajectories_dropped", "Dropped since the run began.", labels=["reason"]
         )
@@ -84,6 +91,32 @@ class RunCollector(Collector):
             ("libra_reload_seconds", "Its weight reload.", last.reload_s),
         ):
             yield GaugeMetricFamily(name, text, value)
+
+    def _of_forecast(self) -> Iterator[Metric]:
+        """What the cost model expected of the newest step; absent where it expects nothing."""
+        last, book = self._forecaster.latest, self._forecaster.book
+        errors = GaugeMetricFamily(
+            "libra_prediction_error_fraction",
+            "Measured / predicted - 1 of the newest step.",
+            labels=["side"],
+        )
+        if last is not None:
+            for side, error in (
+                ("train", last.train_error_fraction),
+                ("rollout", last.rollout_error_fraction),
+                ("memory", last.memory_error_fraction),
+            ):
+                if error is not None:
+                    errors.add_metric([side], error)
+        yield errors
+        factors = GaugeMetricFamily(
+            "libra_calibration_ratio",
+            "Measured over predicted, averaged: what corrects the next plan.",
+            labels=["operation"],
+        )
+        for operation, factor in sorted(book.factors.items()) if book else ():
+            factors.add_metric([operation], factor.ratio)
+        yield factors
 
 
 def registry_of(collector: Collector) -> CollectorRegistry:

@@ -21,6 +21,8 @@ from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.health import Health, HealthMonitor
 from libra_supervisor.instances.poller import InstancePoller, Polled
 from libra_supervisor.instances.port_lease import PortLease, lease_port
+from libra_supervisor.instances.request_watch import RequestWatch
+from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.instances.vllm import InstancePlacement as ServerPlacement
 from libra_supervisor.instances.vllm import ServingPaths, server_spec, start_digest
 from libra_supervisor.process.child import RunningChild
@@ -52,6 +54,8 @@ class EngineSite(msgspec.Struct, frozen=True, kw_only=True):
 
     devices: tuple[str, ...]
     """By slot: CUDA devices; on CPU the core to bind to, round robin."""
+
+    meter: ServingMeter
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -107,6 +111,7 @@ class Engine(ChildHooks):
         self._served_directory = served_directory
         self._rng = rng
         self._was_excused = False
+        self.watch = RequestWatch(rng=rng)
         self._replacement: Replacement | None = None
         self.loading_directory: Path | None = None
         """The published version that a process which is not ready yet starts from."""
@@ -214,6 +219,7 @@ class Engine(ChildHooks):
         health = Health("loading")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(poller.run)
+            tasks.start_soon(self.watch.run, self.client)
             while health.state != "dead":
                 await looked.wait()
                 looked = anyio.Event()
@@ -328,6 +334,7 @@ class Engine(ChildHooks):
         )
         if metrics is not None:
             self._scheduler.on_snapshot(instance_id, metrics.load, polled.at)
+            self._site.meter.on_page(instance_id, polled.incarnation, metrics.serving)
 
     def _is_excused(self, now: float) -> bool:
         """Whether a reload may still be on its way: the first one as long as its ACK may take.

@@ -20,6 +20,7 @@ from libra_supervisor.app.engine import Engine
 from libra_supervisor.events import ChildEvent
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.metrics import server_metrics
+from libra_supervisor.instances.request_watch import RequestWatch
 from libra_supervisor.process.lifecycle import Adoptee, ChildStatus, deadlines_from
 from libra_supervisor.process.restart import RestartBudget, policy_from
 from libra_supervisor.process.spawn import Spawner
@@ -94,6 +95,10 @@ class Fleet:
 
     def client_of(self, instance_id: InstanceId) -> InstanceClient:
         return self._engines[instance_id].client
+
+    def watch_of(self, instance_id: InstanceId) -> RequestWatch:
+        """Signs of life of requests there."""
+        return self._engines[instance_id].watch
 
     def url_or_none(self, instance_id: InstanceId) -> str | None:
         """The address of the newest process; None for one that is unknown or not started."""

@@ -18,14 +18,18 @@ from libra.config.resume import check_resume
 from libra.config.run import RunConfig
 from libra.errors import ConfigError, SiteError
 from libra.ids import RunId
-from libra.planner.applied import planned_config
+from libra.planner.applied import pinned_config, planned_config
+from libra.planner.calibration import Calibration, encode
 from libra.planner.plan import Plan
+from libra.planner.report import PlanReport
 from libra.planner.search import plan as planned
+from libra.planner.train_layout import TrainLayout
 from libra.storage.atomic import atomic_write
 from libra.storage.checkpoints import list_complete_checkpoints
 from libra_supervisor.doctor.checks import check_site
 from libra_supervisor.doctor.devices import resolved_device, slot_devices
 from libra_supervisor.doctor.held import NOTHING, held_by_run
+from libra_supervisor.records.calibration import CalibrationStore, known_book, store_of
 from libra_supervisor.run_directory import RunDirectory
 
 RUNS = Path("runs")
@@ -47,12 +51,22 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     config: RunConfig
     directory: RunDirectory
     plan: Plan
+    given: RunConfig
+    """As it was before the plan was written into it: what another plan starts from."""
+
+    report: PlanReport
+    book: Calibration | None
+    """What the plan was made with; None when the configuration names no device."""
+
+    store: CalibrationStore | None
     device: Literal["cpu", "cuda"]
     devices: tuple[str, ...]
     """By slot of the plan."""
 
     environ: Mapping[str, str]
     is_resume: bool
+    excluded: frozenset[TrainLayout] = frozenset()
+    """Layouts that failed their recompute probe."""
 
 
 def choose_directory(request: RunRequest) -> RunDirectory:
@@ -88,10 +102,14 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
     )
     if request.is_resume and directory.resolved_config_json.exists():
         old = load_resolved(directory.resolved_config_json)
+        config = pinned_config(config, old)
         changed = check_resume(old, config, place_of=request.loaded.place_of)
         if changed:
             raise ConfigProblemsError(changed, subject=str(request.config_path))
-    report = planned(config)
+    given = config
+    store = store_of(config, request.loaded.environment)
+    book = known_book(config, store)
+    report = planned(config, calibration=book)
     plan, config = report.plan, planned_config(config, report.plan)
     beyond = check_availability(config, request.loaded.environment)
     if beyond:
@@ -104,11 +122,16 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
     if failed:
         raise SiteError("\n".join(f"{f.check}: {f.detail}; {f.advice}" for f in failed))
     if writes:
-        _write_down(request, config, plan, directory)
+        atomic_write(directory.given_config, request.config_path.read_bytes())
+        write_plan(config, plan, book, directory)
     return Launch(
         config=config,
         directory=directory,
         plan=plan,
+        given=given,
+        report=report,
+        book=book,
+        store=store,
         device=device,
         devices=devices,
         environ=request.environ,
@@ -150,11 +173,13 @@ def _newest_run(name: str) -> RunDirectory:
     return (saved or found)[-1]
 
 
-def _write_down(
-    request: RunRequest, config: RunConfig, plan: Plan, directory: RunDirectory
+def write_plan(
+    config: RunConfig, plan: Plan, book: Calibration | None, directory: RunDirectory
 ) -> None:
-    atomic_write(directory.given_config, request.config_path.read_bytes())
+    """Record what is going to run; the ranks read their configuration from here."""
     atomic_write(directory.resolved_config, dump_yaml(config).encode())
     atomic_write(directory.resolved_config_json, dump_resolved(config))
     plan_json = msgspec.json.format(msgspec.json.encode(plan))
     atomic_write(directory.plan, plan_json)
+    if book is not None:
+        atomic_write(directory.calibration, encode(book))

@@ -7,7 +7,7 @@ from libra.models.architecture import architecture_of
 from libra.models.kv_capacity import GIB, RolloutMemory, kv_capacity_tokens
 from libra.planner.plan import Plan
 from libra.pools.pool import RolloutPool
-from libra.rollouts.accounts import BufferLimits
+from libra.rollouts.accounts import LEASE_S, BufferLimits
 from libra.rollouts.batch import BatchShape
 from libra.weights.judge import probe_tolerance_of
 from libra_supervisor.app.prompts import Prompts
@@ -39,7 +39,7 @@ def control_of(config: RunConfig, plan: Plan, prompts: Prompts, run_id: RunId) -
     return Control(
         cycle_machine=Cycle(_limits(config, publishes=publishes, now=now)),
         pool=pool,
-        desk=RolloutDesk(_buffer_limits(config), prompts.cursor),
+        desk=RolloutDesk(buffer_limits(config), prompts.cursor),
         publication=publication,
         policy=Policy(min_rollout_gpus=min_rollout_gpus, publishes=publishes),
     )
@@ -98,12 +98,15 @@ def _limits(config: RunConfig, *, publishes: bool, now: float) -> Limits:
     )
 
 
-def _buffer_limits(config: RunConfig) -> BufferLimits:
+def buffer_limits(config: RunConfig) -> BufferLimits:
+    queue_deadline_s = config.heterogeneous_rollout.scheduling.queue_deadline_s
     return BufferLimits(
         n_samples=config.algorithm.n_samples,
         batch_size=config.training.batch_size,
         max_concurrent=config.rollout.max_concurrent_rollouts,
         max_head_offpolicyness=config.rollout.max_head_offpolicyness,
         max_group_attempts=config.data.max_group_attempts,
+        lease_s=LEASE_S + max(queue_deadline_s, config.data.reward_timeout_s),
+        max_flat_drops=config.algorithm.max_flat_drops,
         last_step=config.control.total_steps,
     )

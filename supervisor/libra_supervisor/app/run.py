@@ -23,19 +23,21 @@ from libra_supervisor.app.builder import Builder
 from libra_supervisor.app.collector import RunCollector, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Fleet
+from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.app.launch import Launch, new_run_id, plan_in_words
 from libra_supervisor.app.operator import Facts, Operator
 from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import RankMail
 from libra_supervisor.app.recall import RunMemory, recorded_run_id
-from libra_supervisor.app.routing import SchedulerRouting
+from libra_supervisor.app.routing import SchedulerRouting, explained_if_debugging
 from libra_supervisor.app.tracer import Tracer
 from libra_supervisor.display.console import Display
 from libra_supervisor.display.progress import plain_line
 from libra_supervisor.events import Event, StopRequested
 from libra_supervisor.gateway.waiting import WaitingRoom
 from libra_supervisor.inbox import Inbox
+from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.execute import Executor, Ports
 from libra_supervisor.loop.run import run_loop, tick
@@ -115,6 +117,7 @@ class Run:
         self._scheduler = Scheduler(
             launch.config.heterogeneous_rollout.scheduling,
             kv_capacity_by_tp=kv_capacity_by_tp(launch.config, launch.plan),
+            explained=explained_if_debugging(),
         )
         self._stalls = StallMeter()
         self._outcome: Outcome | None = None
@@ -127,7 +130,8 @@ class Run:
         builder = self._builder(spawner)
         fleet, gang = builder.fleet(self._served_directory), builder.gang()
         adopt = await self._take_over(fleet, logs, kernel)
-        operator = self._operator(fleet, gang)
+        forecaster = builder.forecaster()
+        operator = self._operator(fleet, gang, forecaster)
         notifier = Notifier.from_environment(self._launch.environ)
         try:
             async with (
@@ -152,7 +156,7 @@ class Run:
                 tasks.start_soon(self._hear_signals, fleet, gang)
                 fleet.start(tasks, adopt)
                 tasks.start_soon(gang.run)
-                await self._work(builder, fleet, gang)
+                await self._work(builder, fleet, gang, forecaster)
                 self._display.show(operator.progress())
                 notifier.stopping("ending children")
                 await self._end_children(fleet, gang)
@@ -177,7 +181,9 @@ class Run:
         self._memory.remember(kept)
         return {child_id: adoptee_of(record) for child_id, record in kept.items()}
 
-    async def _work(self, builder: Builder, fleet: Fleet, gang: Gang) -> None:
+    async def _work(
+        self, builder: Builder, fleet: Fleet, gang: Gang, forecaster: Forecaster
+    ) -> None:
         """Until the end of the loop; rollouts and effects end here."""
         pool = builder.reward_pool()
         runner = builder.runner(fleet, pool)
@@ -191,6 +197,7 @@ class Run:
                     rollouts=runner,
                     routing=SchedulerRouting(self._scheduler, fleet),
                     records=RecordsWriter(self._launch.directory),
+                    judge=forecaster,
                 ),
                 tasks=work,
                 post=self.inbox.post,
@@ -252,6 +259,7 @@ class Run:
             room=WaitingRoom(self._scheduler),
             inbox=self.inbox,
             rng=Random(f"{self._run_id} {clock.wall_ns()}"),  # noqa: S311 - jitter and names
+            meter=ServingMeter({i.instance_id: i.tp for i in self._launch.plan.instances}),
         )
 
     def _served_directory(self) -> Path | None:
@@ -262,7 +270,7 @@ class Run:
         directory = self._launch.directory.weights_of(version)
         return directory if directory.exists() else None
 
-    def _operator(self, fleet: Fleet, gang: Gang) -> Operator:
+    def _operator(self, fleet: Fleet, gang: Gang, forecaster: Forecaster) -> Operator:
         operator = Operator(
             Facts(
                 run_id=self._run_id,
@@ -277,7 +285,9 @@ class Run:
             trainer_status=gang.status,
             scheduler=self._scheduler,
         )
-        operator.registry = registry_of(RunCollector(self._control, operator.status, self._stalls))
+        operator.registry = registry_of(
+            RunCollector(self._control, operator.status, self._stalls, forecaster)
+        )
         return operator
 
     # Tasks at the rim

@@ -20,7 +20,6 @@ from libra.errors import (
 from libra.scheduling.request import Refused, Reservation, Routed, RouteRequest, Ticket
 
 if TYPE_CHECKING:
-    from libra.scheduling.explanation import Explanation
     from libra.scheduling.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -73,18 +72,8 @@ class Placement:
 class WaitingRoom:
     """Places for tasks. `run` must be alive for as long as anybody may wait."""
 
-    def __init__(
-        self,
-        scheduler: "Scheduler",
-        *,
-        explained: "Callable[[RouteRequest, Explanation], None] | None" = None,
-    ) -> None:
-        """`explained` is told the reasons of every decision, for debug logs.
-
-        Each costs one pass over the fleet, so leave it out otherwise.
-        """
+    def __init__(self, scheduler: "Scheduler") -> None:
         self._scheduler = scheduler
-        self._explained = explained
         self._somebody_waits = anyio.Event()
 
     @asynccontextmanager
@@ -138,8 +127,6 @@ class WaitingRoom:
 
     async def _reserve(self, request: RouteRequest) -> Reservation:
         now = clock.now()
-        if self._explained is not None:
-            self._explained(request, self._scheduler.explain(request, now))
         match self._scheduler.route(request, now):
             case Routed(_, reservation):
                 return reservation

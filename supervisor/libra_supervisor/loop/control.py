@@ -18,6 +18,7 @@ from libra.wire.rank import (
     ModelReady,
     RankEvent,
     RankFailed,
+    SaveBegun,
     StepTrained,
     WeightsExported,
 )
@@ -75,6 +76,7 @@ class Control:
         if self.is_ending:
             return ()
         done = (*self._dispatch(event, at), *self._proceed(at))
+        self._note_groups(done, at)
         return self._until_end(done)
 
     # One method per family of events
@@ -122,7 +124,8 @@ class Control:
             case events.ChildReady():
                 return (commands.AskInstance(instance_id, event.incarnation),)
             case events.ChildExited():
-                self.pool.on_exited(instance_id, event.reason, now=at.now)
+                is_planned = self.publication.is_replacing(instance_id, event.incarnation)
+                self.pool.on_exited(instance_id, event.reason, now=at.now, is_planned=is_planned)
                 lost = self.publication.on_lost(instance_id, event.incarnation, at=at)
                 return (commands.Unroute(instance_id), *lost)
             case events.ChildGaveUp():
@@ -199,8 +202,10 @@ class Control:
             case AcksJudged():
                 return self.publication.on_judged(said, at=at)
             case CheckpointSaved():
-                return self._follow(self.cycle.on_saved(said.step, now=at.now), at)
-            case Hello() | ModelReady() | Heartbeat() | RankFailed():
+                fields: dict[str, object] = {"step": said.step, "save_s": round(said.save_s, 3)}
+                saved = commands.Say("checkpoint_saved", fields)
+                return (saved, *self._follow(self.cycle.on_saved(said.step, now=at.now), at))
+            case Hello() | ModelReady() | Heartbeat() | SaveBegun() | RankFailed():
                 # The gang keeps these: identity, readiness, liveness and the first cause.
                 return ()
             case _:
@@ -226,6 +231,7 @@ class Control:
                 if event.error:
                     reason = f"the trainer's weights v{event.version} are broken: {event.error}"
                     return (commands.EndRun(4, reason),)
+                self.publication.on_checked(event.receipt)
                 return self._follow(self.cycle.on_exported(event.version), at)
             case _:
                 assert_never(event)
@@ -237,7 +243,11 @@ class Control:
             return ()
         self.pool.on_answering(event.instance_id, now=at.now)
         known = commands.KnowInstance(
-            event.instance_id, event.incarnation, event.base_url, event.kv_capacity_tokens
+            event.instance_id,
+            event.incarnation,
+            event.base_url,
+            event.kv_capacity_tokens,
+            is_planned=self.pool[event.instance_id].is_planned_restart,
         )
         committed, state = self.publication.committed, event.state
         has_committed = (
@@ -265,14 +275,17 @@ class Control:
     ) -> tuple[Command, ...]:
         match event:
             case events.SampleStarted(group_id, sample_index):
+                self.book.rollouts.on_started((group_id, sample_index), now=at.now)
                 self.desk.on_started(group_id, sample_index, now=at.now)
                 return ()
             case events.SampleProgressed(group_id, sample_index):
                 self.desk.on_progress(group_id, sample_index, now=at.now)
                 return ()
             case events.SampleFinished(trajectory):
+                self.book.rollouts.on_finished(trajectory, now=at.now)
                 return self.desk.on_finished(trajectory)
             case events.SampleGaveUp(group_id, sample_index, failure):
+                self.book.rollouts.on_ended((group_id, sample_index), now=at.now)
                 return self.desk.on_failed(group_id, sample_index, failure)
             case _:
                 assert_never(event)
@@ -416,6 +429,13 @@ class Control:
             num_dropped=self.desk.dropped_by_reason,
             at=at,
         )
+
+    def _note_groups(self, done: tuple[Command, ...], at: Moment) -> None:
+        for command in done:
+            if isinstance(command, commands.StartGroup):
+                self.book.rollouts.on_opened(command.group.group_id, command.group.n_samples)
+            elif isinstance(command, commands.CancelGroup):
+                self.book.rollouts.on_cancelled(command.group_id, now=at.now)
 
     def _until_end(self, done: tuple[Command, ...]) -> tuple[Command, ...]:
         for index, command in enumerate(done):

@@ -11,6 +11,7 @@ from libra.rollouts.summary import BatchSummary, summarize
 from libra.wire.rank import TrainMetrics
 from libra_supervisor.loop.commands import WriteStep
 from libra_supervisor.loop.moment import Moment
+from libra_supervisor.loop.rollout_use import RolloutClock
 from libra_supervisor.records.step import StepContext, StepRecord, StepTimes, step_record
 
 
@@ -35,6 +36,7 @@ class StepBook:
         self._draft: Draft | None = None
         self._collecting_since: float | None = None
         self._reload_begun_at: float | None = None
+        self.rollouts = RolloutClock()
         self.last: StepRecord | None = None
         """The newest closed step."""
 
@@ -69,8 +71,10 @@ class StepBook:
 
     def on_reload_begun(self, at: Moment) -> None:
         self._reload_begun_at = at.now
+        self.rollouts.on_paused(is_paused=True, now=at.now)
 
     def on_reloaded(self, at: Moment) -> None:
+        self.rollouts.on_paused(is_paused=False, now=at.now)
         if self._draft is not None and self._reload_begun_at is not None:
             self._draft.reload_s = at.now - self._reload_begun_at
 
@@ -82,6 +86,7 @@ class StepBook:
         if draft is None or draft.metrics is None:
             return ()
         step_s = at.now - draft.begun_at
+        use = self.rollouts.take(now=at.now)
         record = step_record(
             context=StepContext(
                 step=draft.step,
@@ -96,17 +101,20 @@ class StepBook:
                 export_s=draft.export_s,
                 reload_s=draft.reload_s,
                 step_s=step_s,
+                rollout_s=use.busy_s,
             ),
         )
         self.last = record
         self.num_closed += 1
         self.trained_s += step_s
-        return (WriteStep(record, draft.groups),)
+        return (WriteStep(record, draft.groups, use.finished),)
 
     def discard(self) -> None:
         """Forget a step whose gang was lost."""
         self._draft = None
         self._collecting_since = None
+        # What was in flight is cancelled with the gang.
+        self.rollouts = RolloutClock()
 
     def _open_draft(self) -> Draft:
         if self._draft is None:

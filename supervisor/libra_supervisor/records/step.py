@@ -17,6 +17,9 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     """The whole step, publication included."""
 
+    rollout_s: float = 0.0
+    """Of the step, with a sample in flight; reloads not counted."""
+
 
 class StepContext(msgspec.Struct, frozen=True, kw_only=True):
     """Which step of which life of the run a line is about."""
@@ -72,6 +75,23 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_dropped: dict[str, int]
     """Trajectories dropped since the run began, by reason."""
 
+    rollout_s: float = 0.0
+    """Wall time with a sample in flight; reloads not counted."""
+
+    train_predicted_s: float | None = None
+    """What the cost model expected of recompute_s + train_s for these lengths. This and the
+    following are None where hardware or model are not described, or there is nothing to predict."""
+
+    train_error_fraction: float | None = None
+    """Measured / predicted - 1."""
+
+    rollout_predicted_s: float | None = None
+    rollout_error_fraction: float | None = None
+    memory_predicted_bytes: int | None = None
+    """Of the fullest rank since the ranks started; beside trainer_peak_memory_bytes."""
+
+    memory_error_fraction: float | None = None
+
 
 def step_record(
     *, context: StepContext, batch: BatchSummary, metrics: TrainMetrics, times: StepTimes
@@ -110,4 +130,5 @@ def step_record(
         step_s=times.step_s,
         trainer_peak_memory_bytes=metrics.peak_memory_bytes,
         num_dropped=context.num_dropped,
+        rollout_s=times.rollout_s,
     )

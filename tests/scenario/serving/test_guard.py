@@ -1,6 +1,7 @@
 """Who may call what, and what a guarded reload refuses, does and reports."""
 
 import json
+import time
 
 import anyio
 import msgspec
@@ -10,7 +11,9 @@ import pytest
 from fake_engine import probe_logprobs
 from guarded_app import TOKEN
 from libra import clock
+from libra.serving import reload as serving_reload
 from libra.serving.middleware import MAX_RELOAD_BYTES, WEIGHT_ROUTES
+from libra.storage.manifests import read_manifest, verify_weights
 from libra.weights.judge import ack_problems
 from weight_dirs import describe_version, publish_weights, tiny_tensors
 
@@ -187,6 +190,73 @@ async def test_weights_that_do_not_fit_are_refused_before_the_pause(app, running
         assert (await app.state())["policy_version"] == 0
         assert (await app.complete()).status == 200
     assert app.engine.calls == []
+
+
+@pytest.fixture
+def receipt_of(monkeypatch):
+    """The receipt of a directory's files, checked when they had been there for a second."""
+    monkeypatch.setattr(clock, "wall_ns", lambda: time.time_ns() + 10**9)
+    return lambda directory: verify_weights(directory, read_manifest(directory)[0])
+
+
+async def test_with_a_receipt_that_holds_the_files_are_not_read_again(
+    app, running, receipt_of, monkeypatch
+):
+    receipt = receipt_of(app.published[2][0])
+    monkeypatch.setattr(serving_reload, "verify_weights", None)
+    async with running():
+        request = app.request_for(2, receipt=receipt)
+        ack = await app.reload(2, receipt=receipt)
+    assert ack.error is None
+    assert ack.verified == ("manifest", "receipt", "load", "probe")
+    assert ack_problems(request, ack) == ()
+    assert ack_problems(app.request_for(2), ack) != ()
+
+
+@pytest.mark.case("T-B68")
+async def test_a_receipt_does_not_cover_what_was_written_after_it(app, running, receipt_of):
+    directory = app.published[2][0]
+    receipt = receipt_of(directory)
+    path = directory / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    async with running():
+        await app.reload(1)
+        ack = await app.reload(2, receipt=receipt)
+        state = await app.state()
+    assert "hashes to" in ack.error
+    assert ack.verified == ("manifest",)
+    assert state["policy_version"] == 1
+
+
+@pytest.mark.case("T-B68")
+async def test_a_receipt_does_not_spare_the_tensors_their_fit(app, running, receipt_of):
+    tensors = tiny_tensors(4)
+    del tensors["lm_head.weight"]
+    app.published[4] = publish_weights(app.weights_directory, 4, tensors=tensors)
+    async with running():
+        ack = await app.reload(4, receipt=receipt_of(app.published[4][0]))
+    assert "lm_head.weight is missing" in ack.error
+    assert app.engine.calls == []
+
+
+async def test_weights_changed_while_the_engine_loads_them_are_not_served(app, running, receipt_of):
+    directory = app.published[2][0]
+    path = directory / "model.safetensors"
+    load = app.engine.collective_rpc
+
+    async def load_and_disturb(method, **how):
+        await load(method, **how)
+        path.write_bytes(path.read_bytes())
+
+    app.engine.collective_rpc = load_and_disturb
+    async with running():
+        ack = await app.reload(2, receipt=receipt_of(directory))
+        answer = await app.complete()
+    assert "was changed while it was loaded" in ack.error
+    assert ack.policy_version is None
+    assert answer.status == 503
 
 
 @pytest.mark.case("T-B68")
