@@ -14,6 +14,7 @@ from libra.ids import Incarnation, RunId
 from libra.planner.plan import configured_plan
 from libra.scheduling.scheduler import Scheduler
 from libra_supervisor.app.engine import Engine, EngineSite
+from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.run_directory import RunDirectory
 
 DEVICES = tuple(f"GPU-{letter}" for letter in "abcdefghi")
@@ -30,6 +31,7 @@ def engines(config, plan):
         token_file=Path("/r/token"),
         env={},
         devices=DEVICES,
+        meter=ServingMeter({it.instance_id: it.tp for it in plan.instances}),
     )
     scheduler = Scheduler(config.heterogeneous_rollout.scheduling)
     return [
