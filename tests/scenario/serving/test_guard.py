@@ -15,7 +15,7 @@ from libra.serving import reload as serving_reload
 from libra.serving.middleware import MAX_RELOAD_BYTES, WEIGHT_ROUTES
 from libra.storage.arrival import VISIBLE_WITHIN_S
 from libra.storage.manifests import read_manifest, verify_weights
-from libra.weights.judge import ack_problems
+from libra.weights.judge import ack_problems, judge_acks
 from libra.weights.manifest import MANIFEST_NAME
 from weight_dirs import describe_version, publish_weights, tiny_tensors
 
@@ -404,6 +404,41 @@ async def test_a_route_that_may_change_weights_makes_the_version_unknown(app, ru
         assert kept[0].status == 503
         assert (await app.reload(1)).error is None
         assert (await app.complete()).status == 200
+
+
+@pytest.mark.case("T-B66")
+@pytest.mark.parametrize("loads", [True, False])
+async def test_an_engine_that_slept_answers_only_after_a_load_that_its_probe_proves(
+    app, running, loads
+):
+    """Level 2 throws the weights away; an engine that wakes has whatever its memory holds."""
+    async with running():
+        assert (await app.reload(1)).error is None
+        await app.call("POST", "/sleep", token=TOKEN)
+        await app.call("POST", "/wake_up", token=TOKEN)
+        app.engine.weights = 99
+        assert (await app.complete()).status == 503
+        if not loads:
+            app.engine.collective_rpc = ignore_load
+        app.engine.calls.clear()
+        request = app.request_for(2)
+        ack = await app.reload(2)
+    steps = [call[0] for call in app.engine.calls]
+    # Sleep has paused it; it runs again only with the probe, after load and caches.
+    assert steps.index("resume") > steps.index("reset_prefix_cache")
+    assert not loads or steps.index("reset_prefix_cache") > steps.index("reload_weights")
+    verdict = judge_acks(
+        request,
+        (ack,),
+        trainer_probe_logprobs=probe_logprobs(request.probe_token_ids, 2),
+        probe_tolerance=1e-3,
+    )
+    assert verdict.accepted == (("vllm-0",) if loads else ())
+    assert loads or "vllm-0" in verdict.refused
+
+
+async def ignore_load(_method, *, kwargs=None):
+    """What a load does on an engine whose memory is not mapped: nothing, and no error."""
 
 
 async def test_websockets_need_the_token(app):
