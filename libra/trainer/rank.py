@@ -56,7 +56,7 @@ def run_rank(
         ModelReady(
             rank=identity.at.rank,
             step=trainer.learner.progress.step,
-            num_parameters=trainer.num_parameters,
+            num_parameters=trainer.backend.num_parameters,
             build_s=clock.monotonic() - began_at,
         )
     )
