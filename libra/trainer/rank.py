@@ -55,7 +55,7 @@ def run_rank(
     ready = ModelReady(
         rank=identity.at.rank,
         step=trainer.learner.progress.step,
-        num_parameters=trainer.num_parameters,
+        num_parameters=trainer.backend.num_parameters,
         build_s=clock.monotonic() - began_at,
     )
     print(  # noqa: T201 - the rank's log is what it prints
