@@ -53,14 +53,18 @@ def run_rank(
         pulse.beat(0, "restore")
         with spans.span(Phase.RESTORE, directory=str(restore)):
             restore_checkpoint(trainer, restore)
-    link.send(
-        ModelReady(
-            rank=identity.at.rank,
-            step=trainer.learner.progress.step,
-            num_parameters=trainer.num_parameters,
-            build_s=clock.monotonic() - began_at,
-        )
+    ready = ModelReady(
+        rank=identity.at.rank,
+        step=trainer.learner.progress.step,
+        num_parameters=trainer.backend.num_parameters,
+        build_s=clock.monotonic() - began_at,
     )
+    print(  # noqa: T201 - the rank's log is what it prints
+        f"ready at step {ready.step}: {ready.num_parameters} parameters, "
+        f"{ready.build_s:.1f} s to build",
+        flush=True,
+    )
+    link.send(ready)
     behind = BackgroundWork(on_error=link.interrupt)
     Thread(target=_judge_acks, args=(config, identity, link, spans), daemon=True).start()
     while not isinstance(command := _next(link, spans), Shutdown):

@@ -35,6 +35,7 @@ from libra.config.run import RunConfig  # noqa: E402
 from libra.ids import Incarnation, InstanceId, RunId, SlotId  # noqa: E402
 from libra.planner.plan import InstancePlacement  # noqa: E402
 from libra_supervisor.app.engine import Engine, EngineSite  # noqa: E402
+from libra_supervisor.instances.serving_meter import ServingMeter  # noqa: E402
 from libra_supervisor.loop.stall import PERIOD_S, StallMeter, measure_stalls  # noqa: E402
 from libra_supervisor.run_directory import RunDirectory  # noqa: E402
 
@@ -83,6 +84,7 @@ async def watch(url: str, num_instances: int, duration_s: float) -> dict[str, An
         token_file=Path("/nowhere/token"),
         env={},
         devices=("0",),
+        meter=ServingMeter({InstanceId(f"i{k}"): 1 for k in range(num_instances)}),
     )
     async with AsyncExitStack() as stack, anyio.create_task_group() as tasks:
         for index in range(num_instances):

@@ -75,7 +75,10 @@ class FakeRun:
 
     def call(self, verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A verb of the command line on this run."""
-        argv = self.argv(verb, *arguments, "--run-dir", str(self.run_dir))
+        return self.call_bare(verb, *arguments, "--run-dir", str(self.run_dir))
+
+    def call_bare(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        argv = self.argv(*arguments)
         return subprocess.run(
             argv, env=self.env, capture_output=True, text=True, timeout=30, check=False
         )

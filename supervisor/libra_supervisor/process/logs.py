@@ -19,7 +19,7 @@ import msgspec
 from anyio import to_thread
 
 from libra import clock
-from libra.errors import SiteError
+from libra.errors import SiteError, ungrouped
 from libra.ids import ChildId, RunId
 from libra.wire.framing import FrameDecoder, encode_frame
 from libra_supervisor.events import ChildEvent, LogSinkFailing, LogSinkRecovered
@@ -250,16 +250,20 @@ async def open_log_relay(
     post: Post,
     policy: LogPolicy | None = None,
 ) -> AsyncIterator[LogRelay]:
-    """Start (or find) the relay and serve it until the block ends; it inherits from `env`."""
+    """Start (or find) the relay and serve it until the block ends; it inherits from `env`.
+
+    Raises SiteError, from the block too, when a relay that died cannot be replaced.
+    """
     relay = LogRelay(run_dir, run_id=run_id, env=env, post=post, policy=policy or LogPolicy())
     await relay.start()
     try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(relay.run)
-            try:
-                yield relay
-            finally:
-                tasks.cancel_scope.cancel()
+        with ungrouped():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(relay.run)
+                try:
+                    yield relay
+                finally:
+                    tasks.cancel_scope.cancel()
     finally:
         with anyio.CancelScope(shield=True):  # bounded by _END_WAIT_S
             await relay.close()

@@ -20,6 +20,7 @@ from libra.storage.checkpoints import (
     write_checkpoint_manifest,
 )
 from libra.storage.digest import file_entry
+from libra.trainer.rank_lines import mark_output
 from libra.weights.judge import judge_acks
 from libra.wire.framing import FrameDecoder, encode_frame
 from libra.wire.rank import (
@@ -40,6 +41,7 @@ from libra.wire.rank import (
 )
 from weight_dirs import publish_weights
 
+mark_output(int(os.environ["RANK"]))
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 attempt = int(os.environ["LIBRA_ATTEMPT"])
 restored = Path(sys.argv[sys.argv.index("--restore") + 1]) if "--restore" in sys.argv else None
