@@ -24,6 +24,7 @@ from libra.wire.instance import Sampling
 from libra_supervisor.app.engine import Engine, EngineSite
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.instances.client import InstanceClient
+from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.process.kernel import Linux
 from libra_supervisor.process.logs import LogPolicy, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, become_subreaper
@@ -123,6 +124,7 @@ class ServerBed(AsyncExitStack):
             token_file=token_file,
             env=environ,
             devices=("0", "1"),
+            meter=ServingMeter({p.instance_id: p.tp for p in plan.instances}),
         )
         scheduler = Scheduler(config.heterogeneous_rollout.scheduling)
         self._fleet = Fleet(
@@ -141,7 +143,7 @@ class ServerBed(AsyncExitStack):
 
     async def measure(self) -> dict[str, object]:
         async with anyio.create_task_group() as tasks:
-            self._fleet.start(tasks)
+            self._fleet.start(tasks, {})
             began_at = clock.now()
             while not all(map(self._is_up, self._ids)):
                 await clock.sleep(POLL_S)

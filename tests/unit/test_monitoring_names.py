@@ -25,12 +25,8 @@ async def collected(collector):
     return list(collector.collect())
 
 
-@pytest.fixture
-def exported():
-    """Names on the metrics page of a run that has trained a step and dropped something."""
-    world = RandomWorld()
-    world.boot()
-    world.run(Random(0))
+def families_of(world):
+    """The metrics page of a run."""
     status = StatusSnapshot(
         run_id="r",
         run_directory="/r",
@@ -55,8 +51,39 @@ def exported():
     )
     stalls = StallMeter()
     collector = RunCollector(world.control, lambda: status, stalls, forecaster)
-    families = anyio.run(collected, collector)
-    return {name for family in families for name in (family.name, f"{family.name}_total")}
+    return anyio.run(collected, collector)
+
+
+@pytest.fixture
+def exported():
+    """Names on the metrics page of a run that has trained a step and dropped something."""
+    world = RandomWorld()
+    world.boot()
+    world.run(Random(0))
+    return {name for family in families_of(world) for name in (family.name, f"{family.name}_total")}
+
+
+def test_reloads_are_counted_by_outcome_and_measured_by_part():
+    world = RandomWorld(total_steps=3)
+    world.boot()
+    rng = Random(1)
+    while world.publishing != 2:
+        world.step(rng)
+    world.loads_to_fail.append("vllm-0")
+    world.run(rng)
+    values = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in families_of(world)
+        for sample in family.samples
+    }
+    assert values["libra_reload_batches_total", "committed"] == 4
+    assert values["libra_reload_batches_total", "caught_up"] == 1
+    assert values["libra_reload_batches_total", "failed"] == 0
+    assert values["libra_reload_quarantines_total",] == 1
+    assert values["libra_reload_acks_refused_total",] == 0
+    assert values["libra_reload_instance_seconds", "model_load"] == 0.1
+    assert values["libra_reload_instance_seconds", "total"] == 0.2
+    assert values["libra_reload_probe_difference",] == 0.0
 
 
 def expressions_of_alerts():
