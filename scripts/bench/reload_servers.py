@@ -26,6 +26,7 @@ from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.process.kernel import Linux
+from libra_supervisor.process.lifecycle import ChildState
 from libra_supervisor.process.logs import LogPolicy, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, become_subreaper
 from weight_dirs import describe_version
@@ -161,7 +162,7 @@ class ServerBed(AsyncExitStack):
         return {"start_s": round(up_s, 1), **figures}
 
     def _is_up(self, instance_id: InstanceId) -> bool:
-        return self._fleet.status_of(instance_id).state == "ready"
+        return self._fleet.status_of(instance_id).state is ChildState.READY
 
     async def _interrupted_streams(self) -> dict[str, object]:
         """Reload every server in the middle of an answer; compare with unbroken ones."""
