@@ -5,15 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-
 from libra.config.run import RunConfig
-from libra.errors import SiteError
 from libra.trainer.architecture import Architecture, read_architecture
-from libra.trainer.batch import Arrangement, Layout, SampleArrays, micro_batches
+from libra.trainer.batch import Arrangement, Layout
 from libra.trainer.capabilities import fallbacks, refuse_unsupported
-from libra.trainer.head import Sampling
 from libra.trainer.hf_weights import hash_of_weights, load_hf_weights
 from libra.trainer.model import build_model, seed_everything, with_gradients
 from libra.trainer.optimizer import build_optimizer
@@ -76,9 +71,6 @@ def assemble(
         reference, reference_hash = _reference(config, architecture, world, model_path)
     policy = _pipeline(trained, config, architecture, world)
     arrangement = arrange(config, world, layout)
-    if config.global_resource_planner.memory_budget_dry_run_enabled:
-        beat(0, "dry run")
-        dry_run(config, architecture, policy, arrangement)
     learner = Learner(
         config,
         architecture,
@@ -124,34 +116,6 @@ def arrange(config: RunConfig, world: World, layout: Layout | None = None) -> Ar
         context_index=world.at.context,
         context_group=world.context_group,
     )
-
-
-def dry_run(
-    config: RunConfig, architecture: Architecture, policy: Pipeline, arrangement: Arrangement
-) -> None:
-    """Score the largest temporary batch of `recompute_logprobs` once.
-
-    Raises SiteError when the device's memory does not hold it: better now than at the first long
-    answer.
-    """
-    length = config.rollout.max_model_len
-    rows = config.training.recompute_micro_batch_size
-    longest = SampleArrays(
-        token_ids=np.zeros(length, np.int32),
-        sampled=np.arange(1, length),
-        rollout_logprobs=np.zeros(length - 1, np.float32),
-        advantage=0.0,
-        weight=0.0,
-    )
-    batches = micro_batches([longest] * rows, rows=rows, arrangement=arrangement)
-    sampling = Sampling(config.rollout.temperature, config.rollout.top_p)
-    try:
-        policy.logprobs(batches, sampling=sampling, beat=lambda: None)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise SiteError(
-            f"recompute_logprobs does not fit: {rows} rows (recompute_micro_batch_size) of "
-            f"{length} tokens (max_model_len) over {architecture.vocab_size} words: {error}"
-        ) from error
 
 
 def _reference(

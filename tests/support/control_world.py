@@ -106,6 +106,7 @@ class World:
         num_instances: int = 2,
         min_rollout_gpus: int = 1,
         epochs: int | None = None,
+        num_probes: int = 0,
         probe_logprobs_of: Callable[[InstanceId], tuple[float, ...]] = lambda _: PROBE_LOGPROBS,
     ) -> None:
         self.now = 0.0
@@ -120,6 +121,8 @@ class World:
         self.reloads: list[commands.WriteReload] = []
         self.said: list[commands.Say] = []
         self.ended: commands.EndRun | None = None
+        self.replaced: commands.ChangePlan | None = None
+        self.judged: list[commands.JudgeProbe] = []
         self.attempt = 0
         self.gang_version: PolicyVersion | None = None
         self.open_groups: dict[GroupId, AdmittedGroup] = {}
@@ -153,7 +156,11 @@ class World:
             pool=pool,
             desk=RolloutDesk(limits, ListCursor(epochs=epochs)),
             publication=Publication(terms, pool),
-            policy=Policy(min_rollout_gpus=min_rollout_gpus, publishes=sync_interval > 0),
+            policy=Policy(
+                min_rollout_gpus=min_rollout_gpus,
+                publishes=sync_interval > 0,
+                num_probes=num_probes,
+            ),
         )
 
     def boot(self) -> None:
@@ -283,6 +290,10 @@ class World:
             case commands.EndRun():
                 assert self.ended is None
                 self.ended = command
+            case commands.JudgeProbe():
+                self.judged.append(command)
+            case commands.ChangePlan():
+                self.replaced = command
             case commands.KnowInstance() | commands.RetireVersions():
                 pass
 

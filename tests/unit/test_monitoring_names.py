@@ -12,6 +12,7 @@ from libra.wire.api import StatusSnapshot
 from libra_supervisor.app.collector import RunCollector
 from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.instances.serving_meter import ServingMeter
+from libra_supervisor.records.trackers import Trackers
 from planner_cases import grp_config
 
 MONITORING = Path(__file__).resolve().parents[2] / "configs" / "monitoring"
@@ -46,7 +47,7 @@ def exported():
     forecaster = Forecaster(
         config, plan(config).plan, book=None, store=None, meter=ServingMeter({})
     )
-    families = RunCollector(world.control, lambda: status, forecaster).collect()
+    families = RunCollector(world.control, lambda: status, forecaster, Trackers()).collect()
     return {name for family in families for name in (family.name, f"{family.name}_total")}
 
 

@@ -8,11 +8,13 @@ from random import Random
 from typing import Final
 
 import anyio
+import anyio.to_thread
 from anyio.abc import TaskGroup
 from msgspec.structs import asdict
 
 from libra import clock
 from libra.ids import RunId
+from libra.planner.probe import SwitchPlan
 from libra.rewards.loading import check_reward_name
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
@@ -24,9 +26,10 @@ from libra_supervisor.app.collector import RunCollector, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
-from libra_supervisor.app.launch import Launch, new_run_id, plan_in_words
+from libra_supervisor.app.launch import Launch, new_run_id, plan_in_words, replanned
 from libra_supervisor.app.operator import Facts, Operator
 from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
+from libra_supervisor.app.probe_judge import ProbeJudge
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import RankMail
 from libra_supervisor.app.recall import RunMemory, recorded_run_id
@@ -49,6 +52,7 @@ from libra_supervisor.process.spawn import LinuxSpawner, Spawner, become_subreap
 from libra_supervisor.process.sweep import end_run
 from libra_supervisor.ranks.gang import Gang
 from libra_supervisor.records.reader import last_attempt
+from libra_supervisor.records.tracker_backends import open_trackers
 from libra_supervisor.records.writer import RecordsWriter
 
 LOOPBACK: Final = "127.0.0.1"
@@ -73,7 +77,7 @@ async def run_to_end(launch: Launch, prompts: Prompts, display: Display) -> Outc
     try:
         check_reward_name(launch.config.data.reward)
         _log.info("run_begins", run_id=run_id, plan=plan_in_words(launch.plan))
-        outcome = await _supervised(launch, prompts, run_id, display)
+        outcome = await _until_planned_right(launch, prompts, run_id, display)
     except BaseException as error:  # noqa: BLE001 - the top of the program
         outcome = outcome_of(error)
         if outcome.exit_code == BUG:
@@ -83,7 +87,21 @@ async def run_to_end(launch: Launch, prompts: Prompts, display: Display) -> Outc
     return outcome
 
 
-async def _supervised(launch: Launch, prompts: Prompts, run_id: RunId, display: Display) -> Outcome:
+async def _until_planned_right(
+    launch: Launch, prompts: Prompts, run_id: RunId, display: Display
+) -> Outcome:
+    """Run; begin anew with another plan when the recompute probe shows that this one cannot be."""
+    while True:
+        outcome, switch = await _supervised(launch, prompts, run_id, display)
+        if switch is None:
+            return outcome
+        launch = await anyio.to_thread.run_sync(replanned, launch, switch)
+        _log.warning("run_planned_anew", plan=plan_in_words(launch.plan))
+
+
+async def _supervised(
+    launch: Launch, prompts: Prompts, run_id: RunId, display: Display
+) -> tuple[Outcome, SwitchPlan | None]:
     run = Run(launch, prompts, run_id, display)
     async with open_log_relay(
         launch.directory.root,
@@ -100,7 +118,8 @@ async def _supervised(launch: Launch, prompts: Prompts, run_id: RunId, display: 
         for row in await end_run(run_id, kernel):
             _log.warning("leftover_does_not_end", pid=row.pid, name=row.name)
         spawner = LinuxSpawner(run_id=run_id, logs=logs, kernel=kernel, cgroups=delegated_root())
-        return await run.to_end(spawner)
+        outcome = await run.to_end(spawner)
+        return outcome, run.next_plan
 
 
 class Run:
@@ -123,11 +142,19 @@ class Run:
             kv_capacity_by_tp=kv_capacity_by_tp(launch.config, launch.plan),
         )
         self._outcome: Outcome | None = None
+        self._probe_judge: ProbeJudge | None = None
+        self._trackers = open_trackers(launch.config.tracing, launch.directory, run_id)
+
+    @property
+    def next_plan(self) -> SwitchPlan | None:
+        """What to go on with after `to_end`, because this plan did not fit."""
+        return None if self._probe_judge is None else self._probe_judge.next
 
     async def to_end(self, spawner: Spawner) -> Outcome:
         builder = self._builder(spawner)
         fleet, gang = builder.fleet(self._served_directory), builder.gang()
         forecaster = builder.forecaster()
+        self._probe_judge = ProbeJudge(self._launch, learn=forecaster.learn)
         operator = self._operator(fleet, gang, forecaster)
         notifier = Notifier.from_environment(self._launch.environ)
         try:
@@ -150,7 +177,7 @@ class Run:
                 tasks.start_soon(self._tell_systemd, notifier, operator)
                 tasks.start_soon(self._show, operator)
                 tasks.start_soon(self._hear_signals, fleet, gang)
-                await self._work(builder, fleet, gang, forecaster, tasks)
+                await self._work(builder, fleet, gang, (forecaster, self._probe_judge), tasks)
                 self._display.show(operator.progress())
                 notifier.stopping("ending children")
                 await self._end_children(fleet, gang)
@@ -159,6 +186,8 @@ class Run:
             self._memory.save()
             self._memory.close()
             self._tracer.close()
+            with anyio.CancelScope(shield=True):  # bounded by the trackers themselves
+                await anyio.to_thread.run_sync(self._trackers.close)
         return self._outcome or Outcome(INTERRUPTED, "interrupted")
 
     async def _work(
@@ -166,7 +195,7 @@ class Run:
         builder: Builder,
         fleet: Fleet,
         gang: Gang,
-        forecaster: Forecaster,
+        judges: tuple[Forecaster, ProbeJudge],
         tasks: TaskGroup,
     ) -> None:
         """From the first child to the end of the loop; rollouts and effects end here."""
@@ -183,8 +212,9 @@ class Run:
                     engines=fleet,
                     rollouts=runner,
                     routing=SchedulerRouting(self._scheduler, fleet),
-                    records=RecordsWriter(self._launch.directory),
-                    judge=forecaster,
+                    records=RecordsWriter(self._launch.directory, self._trackers),
+                    judge=judges[0],
+                    judge_probe=judges[1],
                 ),
                 tasks=work,
                 post=self.inbox.post,
@@ -272,7 +302,9 @@ class Run:
             trainer_status=gang.status,
             scheduler=self._scheduler,
         )
-        operator.registry = registry_of(RunCollector(self._control, operator.status, forecaster))
+        operator.registry = registry_of(
+            RunCollector(self._control, operator.status, forecaster, self._trackers)
+        )
         return operator
 
     # Tasks at the rim
