@@ -136,7 +136,8 @@ class Run:
         self._control = control_of(launch.config, launch.plan, prompts, run_id)
         self._control.attempts_before = last_attempt(launch.directory.metrics)
         self._memory = RunMemory(launch.directory, run_id)
-        self._tracer = Tracer(_span_writer(launch, run_id))
+        self._spans = _span_writer(launch, run_id)
+        self._tracer = Tracer(self._spans)
         self._scheduler = Scheduler(
             launch.config.heterogeneous_rollout.scheduling,
             kv_capacity_by_tp=kv_capacity_by_tp(launch.config, launch.plan),
@@ -273,7 +274,7 @@ class Run:
             token_file=token_file,
             spawner=spawner,
             scheduler=self._scheduler,
-            room=WaitingRoom(self._scheduler),
+            room=WaitingRoom(self._scheduler, spans=self._spans),
             inbox=self.inbox,
             rng=Random(f"{self._run_id} {clock.wall_ns()}"),  # noqa: S311 - jitter and names
             meter=ServingMeter({i.instance_id: i.tp for i in self._launch.plan.instances}),
@@ -358,4 +359,11 @@ def _span_writer(launch: Launch, run_id: RunId) -> SpanWriter:
     tracing = launch.config.tracing
     directory = Path(tracing.phase_trace_dir or launch.directory.phase_trace)
     path = trace_path(directory, -1) if tracing.phase_trace_enabled else None
-    return SpanWriter(path, rank=-1, run_id=run_id, role="control")
+    return SpanWriter(
+        path,
+        rank=-1,
+        run_id=run_id,
+        role="control",
+        max_bytes=tracing.phase_trace_max_bytes,
+        num_kept=tracing.phase_trace_keep,
+    )
