@@ -36,6 +36,9 @@ class Phase(StrEnum):
     # A trainer rank
     BUILD_MODEL = "build_model"
     RESTORE = "restore"
+    RECOMPUTE_PROBE = "recompute_probe"
+    """`memory_budget_dry_run_enabled`: one pass over the largest batch before training."""
+
     COLLECT_BATCH = "collect_batch"
     """Waiting for the next batch: nothing to do."""
 

@@ -14,6 +14,7 @@ from libra_supervisor.app.collector import RunCollector
 from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.loop.stall import StallMeter
+from libra_supervisor.records.trackers import Trackers
 from planner_cases import grp_config
 
 MONITORING = Path(__file__).resolve().parents[2] / "configs" / "monitoring"
@@ -54,7 +55,7 @@ def exported():
         config, plan(config).plan, book=None, store=None, meter=ServingMeter({})
     )
     stalls = StallMeter()
-    collector = RunCollector(world.control, lambda: status, stalls, forecaster)
+    collector = RunCollector(world.control, lambda: status, stalls, forecaster, Trackers())
     families = anyio.run(collected, collector)
     return {name for family in families for name in (family.name, f"{family.name}_total")}
 
