@@ -41,6 +41,9 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True):
     correction_floor: float
     kl_coefficient: float
     kl_estimator: KlEstimator
+    kl_is_unbiased: bool
+    """Weight the estimate by pi / pi_old, as samples of pi_old need for the KL of pi."""
+
     entropy_coefficient: float
     temperature: float
     """Logits are divided by it, as the sampler did."""
@@ -65,6 +68,7 @@ def objective(config: AlgorithmConfig, *, temperature: float, top_p: float) -> O
         correction_floor=config.importance_floor,
         kl_coefficient=config.kl_coefficient,
         kl_estimator=config.kl_estimator,
+        kl_is_unbiased=config.kl_unbiased,
         entropy_coefficient=config.entropy_coefficient,
         temperature=temperature,
         top_p=top_p,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from libra.config.document import ListNode, MapNode, Node, Scalar, parse_document
+from libra.config.document import MAX_DEPTH, ListNode, MapNode, Node, Scalar, parse_document
 from libra.config.files import Files
 from libra.config.problems import Place, Problem
 
@@ -24,6 +24,8 @@ COMPOSITION_DOCS: Mapping[str, str] = {
     "model_arch_config": "File that fills `model_arch`; what this file says there wins.",
 }
 MAX_INDEX_DIGITS = 18
+MAX_FILES_READ = 100
+"""Counted with repetition: files that name a base twice would double the reading level by level."""
 
 
 class Composed(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,17 +36,36 @@ class Composed(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[str, ...]
     """Files read, in the order of first reading."""
 
+    is_whole: bool
+    """Every file that is named could be read; else options may seem to be missing."""
+
 
 def compose(
-    path: Path, files: Files, *, environment: MapNode, overrides: Sequence[MapNode]
+    path: Path,
+    files: Files,
+    *,
+    environment: MapNode,
+    overrides: Sequence[MapNode],
+    home: str | None = None,
 ) -> Composed:
-    """Tree of `path`, under `environment`, under `overrides`. Problems instead of errors."""
-    composer = _Composer(files)
+    """Tree of `path`, under `environment`, under `overrides`. Problems instead of errors.
+
+    `home` is what `~/` stands for where a file is named.
+    """
+    composer = _Composer(files, home)
     tree = composer.read(path, named_by=None, chain=())
+    place = tree.place
     for layer in (environment, *overrides):
         tree = _merge_entries(tree, composer.without_base(layer))
+    # What nobody set is missing in the file, not in the last override.
+    tree = MapNode(tree.entries, place)
     tree = composer.with_references(tree)
-    return Composed(tree=tree, problems=tuple(composer.problems), sources=tuple(composer.sources))
+    return Composed(
+        tree=tree,
+        problems=tuple(composer.problems),
+        sources=tuple(composer.sources),
+        is_whole=composer.is_whole,
+    )
 
 
 def parse_override(text: str, working_directory: str) -> tuple[MapNode, tuple[Problem, ...]]:
@@ -54,17 +75,20 @@ def parse_override(text: str, working_directory: str) -> tuple[MapNode, tuple[Pr
     place = Place(f"-o {shown}", None, working_directory)
     key, equals, value_text = text.partition("=")
     segments = key.strip().split(".")
-    if not equals or not all(segments):
-        what = "an override is KEY=VALUE, the key a dotted path"
+    what = "" if equals and all(segments) else "an override is KEY=VALUE, the key a dotted path"
+    if len(segments) > MAX_DEPTH:
+        what = f"nested more than {MAX_DEPTH} levels deep"
+    if what:
         return MapNode({}, place), (Problem(path=key, what=what, place=place),)
     node, problems = parse_document(value_text, place, lines_matter=False)
+    path = key.strip()
+    named = tuple(msgspec.structs.replace(found, path=found.path or path) for found in problems)
+    if named and isinstance(node, Scalar):
+        # Nothing was read; the null in its place would be one more problem.
+        return MapNode({}, place), named
     for segment in reversed(segments):
         node = MapNode({int(segment) if _is_index(segment) else segment: node}, place)
-    path = key.strip()
-    return (
-        node if isinstance(node, MapNode) else MapNode({}, place),
-        tuple(msgspec.structs.replace(found, path=found.path or path) for found in problems),
-    )
+    return node if isinstance(node, MapNode) else MapNode({}, place), named
 
 
 def merge(far: Node, near: Node) -> Node:
@@ -86,10 +110,13 @@ def _is_index(segment: str) -> bool:
 
 
 class _Composer:
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Files, home: str | None) -> None:
         self.problems: list[Problem] = []
         self.sources: list[str] = []
         self._files = files
+        self._home = home
+        self._num_read = 0
+        self.is_whole = True
 
     def read(self, path: Path, *, named_by: Problem | None, chain: tuple[str, ...]) -> MapNode:
         """Read the mapping in `path`, its bases below it; empty when there is none.
@@ -102,7 +129,13 @@ class _Composer:
         origin = named_by or Problem(path="", what="", place=Place(source, None, directory))
         if identity in chain:
             cycle = " -> ".join([*chain[chain.index(identity) :], identity])
-            self._report(origin, f"the files name each other in a cycle: {cycle}")
+            self._report_lost(origin, f"the files name each other in a cycle: {cycle}")
+            return MapNode({}, Place(source, None, directory))
+        self._num_read += 1
+        if self._num_read > MAX_FILES_READ:
+            if self._num_read == MAX_FILES_READ + 1:
+                what = f"more than {MAX_FILES_READ} files to read, repetitions too"
+                self._report_lost(origin, what)
             return MapNode({}, Place(source, None, directory))
         node = self._parse(path, Place(source, None, directory), origin)
         return self._with_bases(node, (*chain, identity))
@@ -145,9 +178,9 @@ class _Composer:
                 case Scalar(value=None) | Scalar(value=""):
                     pass
                 case Scalar(value=str(text)):
-                    found.append((_beside(item.place, text), origin))
+                    found.append((_beside(item.place, text, self._home), origin))
                 case _:
-                    self._report(origin, "wants the path of a file")
+                    self._report_lost(origin, "wants the path of a file")
         return found
 
     def _parse(self, path: Path, place: Place, origin: Problem) -> MapNode:
@@ -155,10 +188,10 @@ class _Composer:
         try:
             text = self._files.read_text(path)
         except OSError as exc:
-            self._report(origin, f"cannot read {path}: {exc.strerror or exc}")
+            self._report_lost(origin, f"cannot read {path}: {exc.strerror or exc}")
             return empty
         except ValueError as exc:
-            self._report(origin, f"cannot read {path}: {exc}")
+            self._report_lost(origin, f"cannot read {path}: {exc}")
             return empty
         if place.source not in self.sources:
             self.sources.append(place.source)
@@ -168,17 +201,26 @@ class _Composer:
             case MapNode():
                 return node
             case Scalar(value=None):
+                self.is_whole = self.is_whole and not problems
                 return empty
             case _:
+                self.is_whole = False
                 what = "the document is not a mapping of options"
                 self.problems.append(Problem(path="", what=what, place=node.place))
                 return empty
+
+    def _report_lost(self, origin: Problem, what: str) -> None:
+        """Report a file whose options are missing from the tree."""
+        self.is_whole = False
+        self._report(origin, what)
 
     def _report(self, origin: Problem, what: str, *, hint: str = "") -> None:
         self.problems.append(msgspec.structs.replace(origin, what=what, hint=hint))
 
 
-def _beside(place: Place, text: str) -> Path:
+def _beside(place: Place, text: str, home: str | None) -> Path:
     """Path `text` seen from the file that says it, in the words that the user would use."""
+    if text.startswith("~/") and home:
+        return Path(normpath(Path(home) / text[2:]))
     directory = Path(place.directory) if place.line is None else Path(place.source).parent
     return Path(normpath(directory / text))

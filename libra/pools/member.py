@@ -61,6 +61,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """None: unknown."""
 
     is_drained_by_operator: bool = False
+    is_planned_restart: bool = False
+    """A reload ended the process before this one, so the instance keeps its prompts."""
+
     last_error: str = ""
     num_restarts: int = 0
 

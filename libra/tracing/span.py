@@ -52,6 +52,11 @@ class Phase(StrEnum):
     WEIGHT_EXPORT = "weight_export"
     JUDGE_ACKS = "judge_acks"
     SAVE_CHECKPOINT = "save_checkpoint"
+    """The state is taken into host memory; training stands still."""
+
+    WRITE_CHECKPOINT = "write_checkpoint"
+    """From there to the disk, while training goes on; on a track of its own."""
+
     # The control plane
     ROLLOUT_WAIT = "rollout_wait"
     """From the end of a step until the batch of the next was complete."""

@@ -27,8 +27,10 @@ def probe_recompute(trainer: Trainer) -> RecomputeProbed:
     sampling = Sampling(config.rollout.temperature, config.rollout.top_p)
 
     def score() -> None:
-        batches = micro_batches([longest] * rows, rows=rows, arrangement=trainer.arrangement)
-        trainer.policy.logprobs(
+        batches = micro_batches(
+            [longest] * rows, rows=rows, arrangement=trainer.backend.arrangement
+        )
+        trainer.backend.logprobs(
             batches, sampling=sampling, beat=lambda: trainer.learner.beat("dry run")
         )
 
@@ -39,7 +41,7 @@ def probe_recompute(trainer: Trainer) -> RecomputeProbed:
             raise
         said = (
             f"recompute_logprobs does not fit: {rows} rows (recompute_micro_batch_size) of "
-            f"{length} tokens (max_model_len) over {trainer.architecture.vocab_size} words: {error}"
+            f"{length} tokens (max_model_len) over {trainer.backend.vocab_size} words: {error}"
         )
         return RecomputeProbed(rank=rank, before_bytes=0, peak_bytes=0, error=said)
     return RecomputeProbed(rank=rank, before_bytes=before, peak_bytes=peak, error="")

@@ -1,7 +1,7 @@
 """The rank's end of its control socket.
 
-A thread reads, so that the supervisor's death is noticed in the middle of a long step; the main
-thread alone writes.
+A thread reads, so that the supervisor's death is noticed in the middle of a long step. The main
+thread writes, and so does work that it has left behind it.
 """
 
 import os
@@ -43,23 +43,34 @@ class Link:
                 f"no supervisor listens on {path} ({error.strerror}); ranks are started by "
                 "libra-supervisor, not by hand"
             ) from error
-        self._commands: queue.SimpleQueue[RankCommand | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[RankCommand | Exception | None] = queue.SimpleQueue()
         self._decode = msgspec.msgpack.Decoder(RankCommand).decode
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._writing = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="link", daemon=True)
         self._reader.start()
 
     def receive(self) -> RankCommand:
-        """The next command; blocks. Raises SupervisorGoneError when there will be none."""
+        """The next command; blocks. Raises SupervisorGoneError when there will be none.
+
+        Raises what `interrupt` was given, in its turn among the commands.
+        """
         command = self._commands.get()
+        if isinstance(command, Exception):
+            raise command
         if command is None:
             raise SupervisorGoneError("the supervisor closed the control socket")
         return command
 
+    def interrupt(self, error: Exception) -> None:
+        """Have `receive` raise `error`: it happened in a thread that nobody waits for."""
+        self._commands.put(error)
+
     def send(self, event: RankEvent) -> None:
-        """Send one event; blocks while the supervisor does not read."""
+        """Send one event, from any thread; blocks while the supervisor does not read."""
+        frame = encode_frame(msgspec.msgpack.encode(event))
         try:
-            self._socket.sendall(encode_frame(self._encode(event)))
+            with self._writing:
+                self._socket.sendall(frame)
         except OSError as error:
             raise SupervisorGoneError(f"the control socket broke: {error.strerror}") from error
 

@@ -45,6 +45,8 @@ def policy_loss(
         if batch.reference_logprobs is None:
             raise ValueError("a KL coefficient above 0 needs the reference's logprobs")
         divergence = kl_estimate(logprobs - batch.reference_logprobs, objective.kl_estimator)
+        if objective.kl_is_unbiased:
+            divergence = _for_samples_of(old, logprobs, divergence, objective.kl_estimator)
         losses = losses + objective.kl_coefficient * divergence
     if objective.entropy_coefficient:
         losses = losses - objective.entropy_coefficient * entropies
@@ -150,6 +152,19 @@ def kl_estimate(difference: torch.Tensor, estimator: KlEstimator) -> torch.Tenso
         case _:
             assert_never(estimator)
     return estimate.clamp(-KL_LIMIT, KL_LIMIT)
+
+
+def _for_samples_of(
+    old: torch.Tensor, logprobs: torch.Tensor, estimate: torch.Tensor, estimator: KlEstimator
+) -> torch.Tensor:
+    """Weight KL estimates at tokens drawn from pi_old for the KL of pi, and its gradient.
+
+    k1 and k3 are estimates of the KL, whose gradient also goes through how likely the token is: the
+    ratio keeps its gradient (DeepSeek-V3.2). k2's own gradient, d grad log pi, is the KL's already;
+    its ratio is a constant.
+    """
+    ratio = _held(logprobs - old).exp()
+    return estimate * (ratio.detach() if estimator == "k2" else ratio)
 
 
 def mismatch_k3(mismatch: torch.Tensor) -> torch.Tensor:

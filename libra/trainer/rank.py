@@ -8,7 +8,8 @@ from libra.config.run import RunConfig
 from libra.errors import InvariantError
 from libra.tracing.span import Phase, SpanWriter
 from libra.trainer.assembly import Trainer, assemble
-from libra.trainer.checkpoint import restore_checkpoint, save_checkpoint
+from libra.trainer.background import BackgroundWork
+from libra.trainer.checkpoint import restore_checkpoint, stage_checkpoint
 from libra.trainer.dry_run import probe_recompute
 from libra.trainer.identity import RankIdentity
 from libra.trainer.link import Link
@@ -22,13 +23,14 @@ from libra.wire.rank import (
     ModelReady,
     RankCommand,
     RankEvent,
+    SaveBegun,
     SaveCheckpoint,
     Shutdown,
     StepTrained,
     TrainStep,
 )
 
-WorkCommand: TypeAlias = TrainStep | ExportWeights | JudgeAcks | SaveCheckpoint
+WorkCommand: TypeAlias = TrainStep | ExportWeights | JudgeAcks
 
 HEARTBEAT_EVERY_S = 0.25
 """Shortest time between two heartbeats of one phase: micro-batches may take a millisecond."""
@@ -59,17 +61,25 @@ def run_rank(
         if probed.error:
             _await_end(link)
             return
-    link.send(
-        ModelReady(
-            rank=identity.at.rank,
-            step=trainer.learner.progress.step,
-            num_parameters=trainer.num_parameters,
-            build_s=clock.monotonic() - began_at,
-        )
+    ready = ModelReady(
+        rank=identity.at.rank,
+        step=trainer.learner.progress.step,
+        num_parameters=trainer.backend.num_parameters,
+        build_s=clock.monotonic() - began_at,
     )
+    print(  # noqa: T201 - the rank's log is what it prints
+        f"ready at step {ready.step}: {ready.num_parameters} parameters, "
+        f"{ready.build_s:.1f} s to build",
+        flush=True,
+    )
+    link.send(ready)
+    behind = BackgroundWork(on_error=link.interrupt)
     while not isinstance(command := _next(link, spans), Shutdown):
-        if (event := _answer(trainer, command, spans)) is not None:
+        if isinstance(command, SaveCheckpoint):
+            _begin_save(trainer, command, link, spans, behind)
+        elif (event := _answer(trainer, command, spans)) is not None:
             link.send(event)
+    behind.wait()
 
 
 def _built(config: RunConfig, identity: RankIdentity, pulse: "Pulse") -> Trainer:
@@ -112,6 +122,29 @@ class Pulse:
         self._link.send(Heartbeat(rank=self._rank, step=step, phase=phase))
 
 
+def _begin_save(
+    trainer: Trainer,
+    command: SaveCheckpoint,
+    link: Link,
+    spans: SpanWriter,
+    behind: BackgroundWork,
+) -> None:
+    """Take the state, say so, and leave the writing to a thread, which says when it is done."""
+    # The ranks agree on files one checkpoint at a time.
+    behind.wait()
+    with spans.span(Phase.SAVE_CHECKPOINT, step=command.step):
+        staged = stage_checkpoint(trainer, command)
+    link.send(SaveBegun(rank=trainer.world.at.rank, step=command.step))
+
+    def write() -> None:
+        with spans.span(Phase.WRITE_CHECKPOINT, track="checkpoint", step=command.step):
+            saved = staged.write()
+        if saved is not None:
+            link.send(saved)
+
+    behind.start(write, name="checkpoint")
+
+
 def _answer(trainer: Trainer, command: WorkCommand, spans: SpanWriter) -> RankEvent | None:
     """Obey one command; returns what to tell the supervisor, if anything."""
     rank = trainer.world.at.rank
@@ -131,8 +164,5 @@ def _answer(trainer: Trainer, command: WorkCommand, spans: SpanWriter) -> RankEv
                 raise InvariantError(f"rank {rank} was asked to judge ACKs; only rank 0 does")
             with spans.span(Phase.JUDGE_ACKS, version=command.request.policy_version):
                 return judge(command, trainer.config)
-        case SaveCheckpoint(step=step):
-            with spans.span(Phase.SAVE_CHECKPOINT, step=step):
-                return save_checkpoint(trainer, command)
         case _:
             assert_never(command)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from libra.errors import ConfigError
 from libra.trainer.layout import Coordinates, ParallelSizes
 
+LONGEST_WRITE = timedelta(days=1)
+
 
 class World(msgspec.Struct, frozen=True, kw_only=True):
     """Where this rank stands, its device, and Megatron's groups around it."""
@@ -25,6 +27,9 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
 
     context_group: Any
     """The ranks that hold pieces of the same sequences."""
+
+    files_group: Any
+    """All ranks, for agreements about files between threads behind the training; on gloo."""
 
     @property
     def size(self) -> int:
@@ -82,6 +87,8 @@ def join_world(
         device=device,
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         context_group=parallel_state.get_context_parallel_group(),
+        # One rank may write for long while another has nothing to write.
+        files_group=dist.new_group(backend="gloo", timeout=LONGEST_WRITE),
     )
 
 

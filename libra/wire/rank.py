@@ -69,7 +69,11 @@ class JudgeAcks(msgspec.Struct, frozen=True, tag=True):
 
 
 class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
-    """Write a complete checkpoint of model, optimizer, scheduler and RNG for `step`."""
+    """Write a complete checkpoint of model, optimizer, scheduler and RNG for `step`.
+
+    Every rank answers with SaveBegun once the state is in host memory, and goes on with the next
+    command; rank 0 says CheckpointSaved when the directory is complete.
+    """
 
     step: int
     directory: str
@@ -196,10 +200,20 @@ class AcksJudged(msgspec.Struct, frozen=True, tag=True):
     """Largest |trainer - engine| probe logprob over the accepted instances."""
 
 
+class SaveBegun(msgspec.Struct, frozen=True, tag=True):
+    """Sent by every rank: later steps no longer change what the checkpoint will hold."""
+
+    rank: int
+    step: int
+
+
 class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
+    """Sent by rank 0, at any time after its SaveBegun."""
+
     step: int
     directory: str
     save_s: float
+    """From the command to the directory's final name."""
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
@@ -220,6 +234,7 @@ RankEvent: TypeAlias = (
     | StepTrained
     | WeightsExported
     | AcksJudged
+    | SaveBegun
     | CheckpointSaved
     | RankFailed
 )

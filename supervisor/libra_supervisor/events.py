@@ -9,12 +9,12 @@ import msgspec
 
 from libra.ids import ChildId, GroupId, Incarnation, InstanceId, PolicyVersion
 from libra.rollouts.trajectory import SampleFailed, Trajectory
-from libra.wire.instance import InstanceState, ReloadAck
+from libra.wire.instance import InstanceState, ReloadAck, WeightsReceipt
 from libra.wire.rank import RankEvent
 
 
 class ChildStarted(msgspec.Struct, frozen=True, tag=True):
-    """The process exists; it is not ready yet unless it was adopted."""
+    """The process exists; it is not ready yet."""
 
     child_id: ChildId
     pid: int
@@ -24,6 +24,8 @@ class ChildStarted(msgspec.Struct, frozen=True, tag=True):
     incarnation: Incarnation
     at: float
     is_adopted: bool = False
+    facts: dict[str, str] = {}
+    """What a later supervisor needs to take the process over, besides who it is."""
 
 
 class ChildWaiting(msgspec.Struct, frozen=True, tag=True):
@@ -208,6 +210,8 @@ class ExportChecked(msgspec.Struct, frozen=True, tag=True):
     """As announced: tells the export of an earlier attempt apart."""
 
     error: str
+    receipt: WeightsReceipt | None = None
+    """For the servers on this host; None after an error, or where the file system allows none."""
 
 
 class ReloadAnswered(msgspec.Struct, frozen=True, tag=True):

@@ -32,14 +32,21 @@ def run_until(world: RandomWorld, rng: Random, condition) -> None:
     sync=st.integers(1, 3),
     save=st.integers(0, 3),
     slack=st.integers(0, 2),
+    method=st.sampled_from(["inplace", "restart"]),
 )
 @settings(max_examples=60, deadline=None)
 def test_a_run_without_faults_trains_every_step_once_within_the_staleness_bound(
-    seed, total, sync, save, slack
+    seed, total, sync, save, slack, method
 ):
     # At least sync_interval - 1, else nothing could ever be trained.
     bound = sync - 1 + slack
-    world = started(total_steps=total, sync_interval=sync, save_interval=save, offpolicyness=bound)
+    world = started(
+        total_steps=total,
+        sync_interval=sync,
+        save_interval=save,
+        offpolicyness=bound,
+        reload_method=method,
+    )
     world.run(Random(seed))
     assert world.ended is not None, world.control.cycle.phase
     assert world.ended.exit_code == 0
@@ -55,13 +62,14 @@ def test_a_run_without_faults_trains_every_step_once_within_the_staleness_bound(
         st.tuples(st.integers(1, 120), st.sampled_from(["a", "b", "gang"])), max_size=6
     ),
     failures=st.floats(0.0, 0.15),
+    method=st.sampled_from(["inplace", "restart"]),
 )
 @settings(max_examples=120, deadline=None)
 def test_with_engines_and_gangs_dying_at_any_moment_every_step_is_still_trained(
-    seed, faults, failures
+    seed, faults, failures, method
 ):
     rng = Random(seed)
-    world = started(total_steps=4, save_interval=1)
+    world = started(total_steps=4, save_interval=1, reload_method=method)
     world.failure_chance = failures
     for wait, fault in faults:
         for _ in range(wait):
@@ -88,6 +96,56 @@ def test_with_engines_and_gangs_dying_at_any_moment_every_step_is_still_trained(
         assert lag <= world.offpolicyness
     assert sorted(final) == [1, 2, 3, 4]
     assert list(final.values()) == sorted(final.values())
+
+
+def test_training_and_rollouts_go_on_while_a_checkpoint_is_written():
+    rng = Random(4)
+    world = started(total_steps=6, save_interval=2)
+    world.is_disk_stuck = True
+    while world.step(rng):
+        pass
+    # Step 4 is due to be saved while step 2 still is: that far, and no further.
+    assert [step for _, step, _ in world.trained] == [1, 2, 3, 4]
+    assert world.control.cycle.phase is Phase.SAVING
+    assert list(world.saving) == [2]
+    counts = world.control.desk.counts
+    assert counts.enqueued + counts.running == 0, "a group waits for the disk"
+    assert world.control.desk.num_complete >= 4, "no further batch was made meanwhile"
+    world.is_disk_stuck = False
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert sorted(world.checkpoints) == [2, 4, 6]
+
+
+def test_a_run_waits_for_its_last_checkpoint_before_it_ends():
+    rng = Random(4)
+    world = started(total_steps=2, save_interval=0)
+    world.is_disk_stuck = True
+    while world.step(rng):
+        pass
+    assert world.ended is None
+    assert world.control.cycle.phase is Phase.SAVING
+    world.is_disk_stuck = False
+    world.run(rng)
+    assert world.ended is not None
+    assert 2 in world.checkpoints
+
+
+@pytest.mark.case("T-B50")
+def test_a_gang_lost_while_a_checkpoint_is_written_goes_on_from_the_one_before():
+    rng = Random(4)
+    world = started(total_steps=6, save_interval=2)
+    run_until(world, rng, lambda w: 2 in w.checkpoints)
+    world.is_disk_stuck = True
+    run_until(world, rng, lambda w: [s for _, s, _ in w.trained][-1] == 5)
+    world.is_disk_stuck = False
+    world.lose_gang()
+    assert world.gang_version == 2
+    world.run(rng)
+    assert world.ended is not None
+    assert [step for _, step, _ in world.trained] == [1, 2, 3, 4, 5, 3, 4, 5, 6]
+    assert sorted(world.checkpoints) == [2, 4, 6]
 
 
 @pytest.mark.case("T-B59")
@@ -125,6 +183,33 @@ def test_an_engine_that_restarts_catches_up_before_it_is_routed_to():
     assert A not in world.routes
     run_until(world, rng, lambda w: A in w.routes)
     assert world.processes[A].version == world.control.publication.committed
+
+
+def test_a_reload_by_restart_is_a_planned_restart_and_a_crash_is_not():
+    rng = Random(5)
+    world = started(total_steps=30, reload_method="restart")
+    run_until(world, rng, lambda w: w.control.cycle.step == 3)
+    run_until(world, rng, lambda w: len(w.routes) == 2)
+    first, later = world.known[:2], world.known[2:]
+    assert [known.is_planned for known in first] == [False, False]
+    assert {known.instance_id for known in later} == {A, B}
+    assert all(known.is_planned for known in later)
+    num_known = len(world.known)
+    world.kill_process(A)
+    run_until(world, rng, lambda w: len(w.known) > num_known)
+    assert (world.known[num_known].instance_id, world.known[num_known].is_planned) == (A, False)
+
+
+def test_a_process_that_dies_in_the_middle_of_its_reload_by_restart_is_an_unplanned_restart():
+    rng = Random(5)
+    world = started(total_steps=30, reload_method="restart")
+    run_until(world, rng, lambda w: w.control.cycle.step == 2)
+    before = world.processes[A].incarnation
+    run_until(world, rng, lambda w: w.processes[A].incarnation != before)
+    num_known = sum(known.instance_id == A for known in world.known)
+    world.kill_process(A)
+    run_until(world, rng, lambda w: sum(k.instance_id == A for k in w.known) > num_known)
+    assert [k for k in world.known if k.instance_id == A][num_known].is_planned is False
 
 
 def test_an_engine_whose_probe_disagrees_a_lot_ends_the_run_with_exit_code_6():

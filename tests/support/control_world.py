@@ -10,7 +10,7 @@ from random import Random
 
 import msgspec
 
-from libra.config.weights import WeightsConfig
+from libra.config.weights import ReloadMethod, WeightsConfig
 from libra.ids import (
     ChildId,
     GroupId,
@@ -106,6 +106,7 @@ class World:
         num_instances: int = 2,
         min_rollout_gpus: int = 1,
         epochs: int | None = None,
+        reload_method: ReloadMethod = "inplace",
         num_probes: int = 0,
         probe_logprobs_of: Callable[[InstanceId], tuple[float, ...]] = lambda _: PROBE_LOGPROBS,
     ) -> None:
@@ -113,13 +114,17 @@ class World:
         self.pending: list[events.Event] = []
         self.routes: dict[InstanceId, PolicyVersion] = {}
         self.processes: dict[InstanceId, Process] = {}
+        self.saving: dict[int, bytes] = {}
         self.checkpoints: dict[int, bytes] = {}
+        """The complete ones: those of which rank 0 has said so."""
+
         self.trained: list[tuple[int, int, int]] = []
         """(attempt, step, worst staleness) of every batch sent to the ranks."""
 
         self.written: list[commands.WriteStep] = []
         self.reloads: list[commands.WriteReload] = []
         self.said: list[commands.Say] = []
+        self.known: list[commands.KnowInstance] = []
         self.ended: commands.EndRun | None = None
         self.replaced: commands.ChangePlan | None = None
         self.judged: list[commands.JudgeProbe] = []
@@ -128,6 +133,7 @@ class World:
         self.open_groups: dict[GroupId, AdmittedGroup] = {}
         self.offpolicyness = offpolicyness
         self._births = 0
+        self._reload_method = reload_method
         self._probe_logprobs_of = probe_logprobs_of
         self._ids = [InstanceId(f"vllm-{k}") for k in range(num_instances)]
         pool = RolloutPool([(i, 1) for i in self._ids], now=0.0)
@@ -140,7 +146,9 @@ class World:
         )
         terms = Terms(
             run_id=RUN,
-            weights=WeightsConfig(sync_interval=sync_interval or 1),
+            weights=WeightsConfig(
+                sync_interval=sync_interval or 1, rollout_weight_reload_method=reload_method
+            ),
             min_rollout_gpus=min_rollout_gpus,
             probe_token_ids=PROBE,
             probe_tolerance=1e-3,
@@ -171,6 +179,8 @@ class World:
     def post(self, event: events.Event) -> None:
         """Let `event` happen now."""
         self.now += 0.01
+        if isinstance(event, events.RankSaid) and isinstance(event.event, CheckpointSaved):
+            self.checkpoints[event.event.step] = self.saving[event.event.step]
         for command in self.control.on_event(event, Moment(self.now, int(self.now * 1e9))):
             self._carry_out(command)
 
@@ -205,29 +215,44 @@ class World:
             self.start_gang()
 
     def kill_process(self, instance_id: InstanceId) -> None:
+        for wanted in self.pending:
+            if isinstance(wanted, _Replace) and wanted.instance_id == instance_id:
+                # It was about to be replaced: what comes instead starts from the version too.
+                self.pending.remove(wanted)
+                self.replace_for_reload(wanted, is_asked_for=False)
+                return
+        if self._end_process(instance_id, is_asked_for=False):
+            self.start_process(instance_id)
+
+    def _end_process(self, instance_id: InstanceId, *, is_asked_for: bool) -> bool:
         process = self.processes.pop(instance_id, None)
         if process is None:
-            return
+            return False
         self.pending = [e for e in self.pending if not self._is_of(e, process.incarnation)]
         self.post(
             events.ChildExited(
                 child_id=ChildId(instance_id),
                 incarnation=process.incarnation,
                 exit_code=None,
-                signal=9,
-                asked_for=False,
-                reason="killed by SIGKILL",
+                signal=15 if is_asked_for else 9,
+                asked_for=is_asked_for,
+                reason="asked to" if is_asked_for else "killed by SIGKILL",
                 last_lines=(),
                 at=self.now,
             )
         )
-        self.start_process(instance_id)
+        return True
 
-    def start_process(self, instance_id: InstanceId) -> None:
+    def start_process(
+        self,
+        instance_id: InstanceId,
+        version: PolicyVersion = PolicyVersion(0),  # noqa: B008 - a number
+        manifest_hash: str | None = None,
+    ) -> None:
         self._births += 1
         incarnation = Incarnation(f"{instance_id}-{self._births}")
         self.processes[instance_id] = Process(
-            incarnation=incarnation, version=PolicyVersion(0), manifest_hash=None
+            incarnation=incarnation, version=version, manifest_hash=manifest_hash
         )
         child = ChildId(instance_id)
         self.post(
@@ -257,7 +282,8 @@ class World:
             case commands.SendBatch(_, step, groups):
                 self._train(step, groups)
             case commands.SaveRun(_, step, state):
-                self.checkpoints[step] = encoded(state)
+                assert step == self.gang_version, "a later step is saved as this one"
+                self.saving[step] = encoded(state)
                 self._rank_says(CheckpointSaved(step, f"/c/{step}", 0.1))
             case commands.SendReload(instance_id, incarnation, request):
                 self._reload(instance_id, incarnation, request)
@@ -294,7 +320,9 @@ class World:
                 self.judged.append(command)
             case commands.ChangePlan():
                 self.replaced = command
-            case commands.KnowInstance() | commands.RetireVersions():
+            case commands.KnowInstance():
+                self.known.append(command)
+            case commands.RetireVersions():
                 pass
 
     def _rank_says(self, said) -> None:
@@ -322,15 +350,37 @@ class World:
                 events.ReloadAnswered(instance_id, incarnation, request.nonce, None, "reset")
             )
             return
+        if self._reload_method == "restart":
+            self.pending.append(_Replace(instance_id, incarnation, request))
+            return
         process.version = request.policy_version
         process.manifest_hash = request.manifest_hash
+        self._acknowledge(instance_id, incarnation, request)
+
+    def replace_for_reload(self, wanted: "_Replace", *, is_asked_for: bool = True) -> None:
+        """End the process and start another from the version, which acknowledges."""
+        instance_id, request = wanted.instance_id, wanted.request
+        process = self.processes.get(instance_id)
+        if process is None or process.incarnation != wanted.incarnation:
+            answer = events.ReloadAnswered(
+                instance_id, wanted.incarnation, request.nonce, None, "reset"
+            )
+            self.pending.append(answer)
+            return
+        self._end_process(instance_id, is_asked_for=is_asked_for)
+        self.start_process(instance_id, request.policy_version, request.manifest_hash)
+        self._acknowledge(instance_id, wanted.incarnation, request)
+
+    def _acknowledge(
+        self, instance_id: InstanceId, asked: Incarnation, request: ReloadRequest
+    ) -> None:
         ack = ReloadAck(
             instance_id=instance_id,
-            incarnation=incarnation,
+            incarnation=self.processes[instance_id].incarnation,
             run_id=request.run_id,
             nonce=request.nonce,
             policy_version=request.policy_version,
-            method="inplace",
+            method=self._reload_method,
             strategy="parallel",
             lock_wait_s=0.0,
             process_stop_s=0.0,
@@ -340,7 +390,7 @@ class World:
             verified=("manifest", "files", "load", "probe"),
             probe_logprobs=self._probe_logprobs_of(instance_id),
         )
-        self.pending.append(events.ReloadAnswered(instance_id, incarnation, request.nonce, ack, ""))
+        self.pending.append(events.ReloadAnswered(instance_id, asked, request.nonce, ack, ""))
 
     def _answer(self, instance_id, incarnation) -> None:
         process = self.processes[instance_id]
@@ -382,6 +432,14 @@ class _Generate(msgspec.Struct, frozen=True):
         return self.group.group_id
 
 
+class _Replace(msgspec.Struct, frozen=True):
+    """Not an event: a process that is about to be replaced by a reload."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    request: ReloadRequest
+
+
 def trajectory(group: AdmittedGroup, index: int, version: PolicyVersion, reward: float):
     return Trajectory(
         trajectory_id=group.trajectory_id(index),
@@ -404,6 +462,9 @@ class RandomWorld(World):
 
     failure_chance = 0.0
 
+    is_disk_stuck = False
+    """Checkpoints are begun and do not get done."""
+
     def step(self, rng: Random) -> bool:
         if self.ended is not None or not self.pending:
             return False
@@ -411,6 +472,9 @@ class RandomWorld(World):
         if not ready:
             return False
         event = self.pending.pop(rng.choice(ready))
+        if isinstance(event, _Replace):
+            self.replace_for_reload(event)
+            return True
         if not isinstance(event, _Generate):
             self.post(event)
             return True
@@ -425,6 +489,8 @@ class RandomWorld(World):
         return True
 
     def _can_happen(self, event: object) -> bool:
+        if isinstance(event, events.RankSaid) and isinstance(event.event, CheckpointSaved):
+            return not self.is_disk_stuck
         if not isinstance(event, _Generate):
             return True
         has_started = not any(

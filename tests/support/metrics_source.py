@@ -10,6 +10,7 @@ from libra.wire.api import StatusSnapshot
 from libra_supervisor.app.collector import RunCollector, registry_of
 from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.instances.serving_meter import ServingMeter
+from libra_supervisor.loop.stall import StallMeter
 from libra_supervisor.records.calibration import empty_book
 from libra_supervisor.records.trackers import Tracker, Trackers
 from planner_cases import grp_config
@@ -56,7 +57,7 @@ def trained_collector() -> RunCollector:
         forecaster(command)()
     trackers = Trackers([Tracker("tensorboard", _unopened)])
     trackers.close()
-    return RunCollector(world.control, lambda: STATUS, forecaster, trackers)
+    return RunCollector(world.control, lambda: STATUS, StallMeter(), forecaster, trackers)
 
 
 def trained_registry() -> CollectorRegistry:

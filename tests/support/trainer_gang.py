@@ -128,11 +128,6 @@ def start_torchrun(
     arguments: list[str], num_ranks: int, *, log: Path, environment: dict[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """Start ranks in their own session, their output in `log`."""
-    paths = [
-        REPOSITORY,
-        REPOSITORY / "supervisor",
-        REPOSITORY / "tests/support",
-    ]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--max-restarts=0"]
     command += [
         "--rdzv-backend=c10d",
@@ -145,15 +140,19 @@ def start_torchrun(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=dict(current_environ())
-            | {
-                "PYTHONPATH": os.pathsep.join(map(str, paths)),
-                "OMP_NUM_THREADS": "1",
-                "HF_HUB_OFFLINE": "1",
-                "PYTHONWARNINGS": "ignore",
-            }
-            | (environment or {}),
+            env=trainer_environment() | (environment or {}),
         )
+
+
+def trainer_environment() -> dict[str, str]:
+    """Our own environment, with what a trainer process outside of pytest needs."""
+    paths = [REPOSITORY, REPOSITORY / "supervisor", REPOSITORY / "tests/support"]
+    return dict(current_environ()) | {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
 
 
 def run_ranks(script: str, num_ranks: int, *arguments: Any, log: Path) -> str:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from config_files import load, problems_of, write_model, write_run
+from config_files import every_problem_of, load, problems_of, write_model, write_run
 from libra.config.load import load_config
 from libra.config.problems import ConfigProblemsError
 
@@ -244,3 +244,50 @@ def test_a_model_directory_through_a_link_is_kept_as_named(tmp_path: Path):
     write_model(tmp_path / "models" / "a")
     (tmp_path / "latest").symlink_to(tmp_path / "models" / "a")
     assert load(run).config.model.model_path == str(tmp_path / "latest")
+
+
+def test_a_file_reference_may_begin_with_home(tmp_path: Path):
+    write(tmp_path / "far.yaml", "seed: 5")
+    run = write_run(tmp_path / "run", "base_config: ~/far.yaml")
+    assert load_config(run, environ={"HOME": str(tmp_path)}).config.control.seed == 5
+
+
+def test_bases_that_double_level_by_level_are_read_a_bounded_number_of_times(tmp_path: Path):
+    for level in range(40):
+        below = f"{level + 1}.yaml"
+        write(tmp_path / f"{level}.yaml", f"base_config: [{below}, {below}]")
+    write_run(tmp_path).rename(tmp_path / "40.yaml")
+    found = problems_of(tmp_path / "0.yaml")
+    assert "more than 100 files" in found["base_config"].what
+
+
+def test_an_override_of_a_thousand_levels_is_a_problem(tmp_path: Path):
+    key = ".".join(["workflow_args", *["a"] * 1000])
+    assert "levels deep" in problems_of(write_run(tmp_path), f"{key}=1")[key].what
+
+
+def test_an_override_that_is_no_yaml_is_one_problem(tmp_path: Path):
+    assert len(every_problem_of(write_run(tmp_path), "seed=[1")) == 1
+
+
+def test_what_nobody_set_is_missing_in_the_file_whatever_is_overridden(tmp_path: Path):
+    path = write(tmp_path / "run.yaml", "total_steps: 1\n")
+    assert str(problems_of(path, "seed=1")["model_path"].place) == f"{path}:1"
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "base_config: nothing.yaml"])
+def test_nothing_seems_to_be_missing_when_a_file_could_not_be_read(tmp_path: Path, text: str):
+    assert len(every_problem_of(write(tmp_path / "run.yaml", text))) == 1
+
+
+def test_a_working_directory_that_is_gone_is_a_problem(tmp_path: Path, monkeypatch):
+    run = write_run(tmp_path / "run")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "working directory" in problems_of(run)[""].what
+
+
+def test_a_model_path_that_is_empty_is_not_set(tmp_path: Path):
+    assert problems_of(write_run(tmp_path, model_path="''"))["model_path"].what == "is not set"

@@ -464,6 +464,7 @@ def test_an_option_of_another_choice_is_refused(text: str, path: str):
         ("heterogeneous_rollout: {scheduling: {prefix_affinity_max_entries: 5}}",
          f"{SCHEDULING}.prefix_affinity_max_entries"),
         ("kl_estimator: k1", "kl_estimator"),
+        ("kl_unbiased: true", "kl_unbiased"),
         ("api: {api_host: '0.0.0.0'}", "api.api_host"),
         (("global_resource_planner: {initial_allocation_strategy: grp}\ntrain_gpus: 2\n"
          "train_tp_size: 2"), "train_tp_size"),
@@ -488,3 +489,65 @@ def test_a_shape_is_a_struct_that_rules_can_build_on():
     arch = config_from(ARCH).model_arch
     assert isinstance(arch, ModelArchConfig)
     assert arch.num_experts == 0
+
+
+def test_the_nearest_sizes_of_an_enormous_batch_take_no_time():
+    assert nearest_divisors(7, 9 * 10**18) == (6, 8)
+    assert nearest_divisors(8, 2**61 - 1) == (1, 2**61 - 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("rollout_weight_sync_mode: none\nmax_head_offpolicyness: .inf\nsync_interval: 3",
+         "sync_interval"),
+        (("rollout_weight_sync_mode: none\nmax_head_offpolicyness: .inf\n"
+         "rollout_weight_reload_strategy: serial"), "rollout_weight_reload_strategy"),
+        ("importance_floor: 0.1", "importance_floor"),
+        (("rollout_gpus: 3\nheterogeneous_rollout: {instances: [{tp: 1, count: 1}, "
+         "{tp: 2, count: 1}], scheduling: {load_metric: kv_tokens, "
+         "kv_capacity_tokens_by_tp: {2: 9}}}"), f"{SCHEDULING}.kv_capacity_tokens_by_tp"),
+    ],
+)  # fmt: skip
+def test_what_the_rest_makes_useless_is_warned_about(text: str, path: str):
+    assert path in warnings_of(text)
+    assert not broken_rules(text)
+
+
+def test_a_pause_mode_is_of_the_inplace_method():
+    options = {"rollout_weight_reload_method": "restart", "rollout_weight_pause_mode": "abort"}
+    assert only(**options).path == "rollout_weight_pause_mode"
+
+
+def test_capacities_of_other_degrees_would_leave_every_instance_out():
+    text = (
+        "heterogeneous_rollout: {scheduling: {load_metric: kv_tokens, "
+        "kv_capacity_tokens_by_tp: {4: 9}}}"
+    )
+    assert only(text).path == f"{SCHEDULING}.kv_capacity_tokens_by_tp"
+
+
+def test_a_warm_up_ends_before_a_decay_derived_from_total_steps():
+    problem = only(lr_schedule="cosine", total_steps="5", lr_warmup_steps="5")
+    assert (problem.path, problem.hint) == ("lr_warmup_steps", "at most 4")
+    halves = {"lr_schedule": "cosine", "total_steps": "5", "mini_batch_size": "4"}
+    assert not broken_rules(**halves, lr_warmup_steps="9")
+
+
+def test_offloading_none_of_the_optimizer_is_no_offloading():
+    problem = only(megatron_optimizer_cpu_offload="true")
+    assert problem.related == ("megatron_optimizer_offload_fraction",)
+    assert not broken_rules(
+        megatron_optimizer_cpu_offload="true", megatron_optimizer_offload_fraction="1"
+    )
+
+
+def test_a_run_name_leaves_room_for_the_time():
+    assert only(run_name="é" * 101).path == "run_name"
+    assert not broken_rules(run_name="é" * 100)
+
+
+def test_the_planner_chooses_the_micro_batch():
+    text = "global_resource_planner: {initial_allocation_strategy: grp}"
+    equation = batch_equation(config_from(text, micro_batch_size="3"))
+    assert equation.micro_batches_per_rank is None

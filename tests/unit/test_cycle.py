@@ -105,6 +105,35 @@ def test_the_deadline_ends_a_wait_for_rollouts():
     assert cycle.on_tick(now=10.0) == (Save(1),)
 
 
+def test_a_checkpoint_between_two_steps_is_not_waited_for():
+    cycle = Cycle(limits(total_steps=9))
+    walk_to_collecting(cycle, steps=1)
+    cycle.on_batch_taken(2)
+    cycle.on_trained(2, now=0.0)
+    cycle.on_exported(PolicyVersion(2))
+    assert cycle.on_reloaded(PolicyVersion(2), now=0.0) == (Save(2), Collect(3))
+    assert cycle.saving_step == 2
+    cycle.on_batch_taken(3)
+    assert cycle.on_saved(2, now=0.0) == ()
+    assert cycle.phase is Phase.TRAINING
+
+
+def test_a_stop_waits_for_the_checkpoint_that_is_being_written():
+    cycle = Cycle(limits(total_steps=9))
+    walk_to_collecting(cycle, steps=2)
+    assert cycle.saving_step == 2
+    assert cycle.on_stop_requested("SIGTERM", now=1.0) == ()
+    assert cycle.phase is Phase.SAVING
+    assert cycle.on_saved(2, now=2.0) == (Finish("SIGTERM"),)
+
+
+def test_a_checkpoint_that_nobody_asked_for_is_a_bug():
+    cycle = Cycle(limits())
+    walk_to_collecting(cycle, steps=1)
+    with pytest.raises(InvariantError, match="step 1 was saved"):
+        cycle.on_saved(1, now=0.0)
+
+
 def test_a_lost_gang_rewinds_to_the_step_of_the_next_one():
     cycle = Cycle(limits(total_steps=9))
     walk_to_collecting(cycle, steps=5)

@@ -2,6 +2,7 @@ import json
 import re
 from pathlib import Path
 
+import anyio
 import pytest
 import yaml
 from prometheus_client import generate_latest
@@ -13,10 +14,19 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
 METRIC = re.compile(r"\blibra_[a-z0-9_]+")
 
 
+def collected():
+    """The page reads the event loop's clock, as it is read inside one."""
+
+    async def collect():
+        return list(trained_collector().collect())
+
+    return anyio.run(collect)
+
+
 @pytest.fixture
 def exported():
     """Names on the metrics page of a run that has trained a step and dropped something."""
-    families = trained_collector().collect()
+    families = collected()
     return {name for family in families for name in (family.name, f"{family.name}_total")}
 
 
@@ -63,7 +73,7 @@ def test_the_documented_table_is_the_page():
     )
     documented = {name: (kind, labels.replace("`", "").strip()) for name, kind, labels in table}
     exported = {}
-    for family in trained_collector().collect():
+    for family in collected():
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = {label for sample in family.samples for label in sample.labels}
         exported[name] = (family.type, ", ".join(sorted(labels)))
@@ -71,7 +81,10 @@ def test_the_documented_table_is_the_page():
 
 
 def test_prometheus_own_library_reads_the_page_and_every_name_has_its_unit():
-    page = generate_latest(trained_registry()).decode()
+    async def read():
+        return generate_latest(trained_registry()).decode()
+
+    page = anyio.run(read)
     names = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
     assert names
     units = ("_seconds", "_total", "_bytes", "_fraction", "_ratio", "_per_second")

@@ -80,6 +80,9 @@ CHOICES: Final = (
         bool,
         "true",
     ),
+    Dependence(
+        ("rollout_weight_pause_mode",), "rollout_weight_reload_method", _is("inplace"), "inplace"
+    ),
 )
 """Set under another choice: an error."""
 
@@ -113,9 +116,20 @@ SWITCHES: Final = (
         bool,
         "true",
     ),
-    Dependence(("kl_estimator",), "kl_coefficient", bool, "above 0"),
+    Dependence(("kl_estimator", "kl_unbiased"), "kl_coefficient", bool, "above 0"),
+    Dependence(("importance_cap",), "importance_correction", _is_not("none"), "not none"),
+    Dependence(("importance_floor",), "importance_correction", _is("icepop"), "icepop"),
     Dependence(
-        ("importance_cap", "importance_floor"), "importance_correction", _is_not("none"), "not none"
+        (
+            "sync_interval",
+            "rollout_weight_reload_method",
+            "rollout_weight_reload_strategy",
+            "rollout_weight_pause_mode",
+            "rollout_weight_ack_timeout_s",
+        ),
+        "rollout_weight_sync_mode",
+        _is_not("none"),
+        "not none",
     ),
     Dependence(("recompute_micro_batch_size",), "recompute_logprobs", bool, "true"),
     Dependence(

@@ -12,6 +12,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CPU_KV_CACHE_BYTES = 64 * 2**20
 """What rollout_kv_cache_bytes 0 means on CPU."""
 
+MAX_RUN_NAME_BYTES = 200
+"""File systems take 255; the time the run started comes after it."""
+
 _URL = re.compile(r"^https?://(?:\[[0-9A-Fa-f:.]+\]|[^\s/:@\[\]]+):[0-9]{1,5}/?$")
 
 
@@ -204,6 +207,12 @@ def run_name_is_a_file_name(config: RunConfig) -> Iterator[Problem]:
             path="run_name",
             what=f"{name!r} cannot be part of a directory's name",
             hint="use letters, digits, - and _",
+        )
+    elif len(name.encode()) > MAX_RUN_NAME_BYTES:
+        yield Problem(
+            path="run_name",
+            what=f"{len(name.encode())} bytes are too long for a directory's name",
+            hint=f"at most {MAX_RUN_NAME_BYTES}",
         )
 
 

@@ -3,12 +3,19 @@
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
+from libra import clock
 from libra.wire.api import StatusSnapshot
 from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.loop.control import Control
+from libra_supervisor.loop.stall import StallMeter
 from libra_supervisor.records.trackers import Trackers
 
 
@@ -19,11 +26,13 @@ class RunCollector(Collector):
         self,
         control: Control,
         status: Callable[[], StatusSnapshot],
+        stalls: StallMeter,
         forecaster: Forecaster,
         trackers: Trackers,
     ) -> None:
         self._control = control
         self._status = status
+        self._stalls = stalls
         self._forecaster = forecaster
         self._trackers = trackers
 
@@ -63,6 +72,20 @@ class RunCollector(Collector):
         for reason, count in control.desk.dropped_by_reason.items():
             dropped.add_metric([reason], count)
         yield dropped
+        yield from self._of_event_loop()
+
+    def _of_event_loop(self) -> Iterator[Metric]:
+        yield HistogramMetricFamily(
+            "libra_event_loop_stall_seconds",
+            "How much later than due the control plane's event loop woke a task.",
+            buckets=self._stalls.buckets(),
+            sum_value=self._stalls.sum_s,
+        )
+        yield GaugeMetricFamily(
+            "libra_event_loop_longest_stall_seconds",
+            "The longest of the last minute.",
+            self._stalls.longest_s(now=clock.now()),
+        )
 
     def _of_last_step(self) -> Iterator[Metric]:
         last = self._control.book.last

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from libra.errors import LibraError
+from libra.errors import LibraError, first_cause, leaves
 
 BUG = 70
 INTERRUPTED = 130
@@ -18,19 +18,6 @@ def outcome_of(error: BaseException) -> Outcome:
     cause = first_cause(error)
     if isinstance(cause, LibraError):
         return Outcome(cause.exit_code, str(cause))
-    if all(isinstance(leaf, KeyboardInterrupt) for leaf in _leaves(error)):
+    if all(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(error)):
         return Outcome(INTERRUPTED, "interrupted")
     return Outcome(BUG, f"a bug in Libra: {type(cause).__name__}: {cause}")
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The first LibraError in a group of errors, else the first error; any other error itself."""
-    leaves = _leaves(error)
-    return next((leaf for leaf in leaves if isinstance(leaf, LibraError)), leaves[0])
-
-
-def _leaves(error: BaseException) -> "list[BaseException]":
-    """Errors in the order in which their tasks failed."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]

@@ -29,6 +29,7 @@ from libra.storage.atomic import atomic_write
 from libra.storage.checkpoints import list_complete_checkpoints
 from libra_supervisor.doctor.checks import check_site
 from libra_supervisor.doctor.devices import resolved_device, slot_devices
+from libra_supervisor.doctor.held import NOTHING, Held, held_by_run
 from libra_supervisor.records.calibration import CalibrationStore, known_book, store_of
 from libra_supervisor.run_directory import RunDirectory
 
@@ -121,13 +122,12 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
         book=book,
         store=store,
         device=device,
-        devices=_checked_devices(
-            config, plan, device, directory, environ=request.environ, loaded=request.loaded
-        ),
+        devices=(),
         environ=request.environ,
         loaded=request.loaded,
         is_resume=request.is_resume,
     )
+    launch = _on_devices(launch, held=held_by_run(directory) if writes else NOTHING)
     if writes:
         atomic_write(directory.given_config, request.config_path.read_bytes())
         _write_plan(launch)
@@ -148,38 +148,28 @@ def replanned(launch: Launch, switch: SwitchPlan) -> Launch:
         report=switch.report,
         book=switch.calibration,
         excluded=switch.excluded,
-        devices=_checked_devices(
-            config,
-            plan,
-            launch.device,
-            launch.directory,
-            environ=launch.environ,
-            loaded=launch.loaded,
-        ),
     )
+    changed = _on_devices(changed, held=NOTHING)
     _write_plan(changed)
     return changed
 
 
-def _checked_devices(
-    config: RunConfig,
-    plan: Plan,
-    device: Literal["cpu", "cuda"],
-    directory: RunDirectory,
-    *,
-    environ: Mapping[str, str],
-    loaded: LoadedConfig,
-) -> tuple[str, ...]:
-    """The devices by slot, when the plan can be run here."""
-    beyond = check_availability(config, loaded.environment)
+def _on_devices(launch: Launch, *, held: Held) -> Launch:
+    """The launch with a device for each slot of its plan, which can be run here.
+
+    `held` is what an earlier supervisor's processes of this run hold.
+    """
+    beyond = check_availability(launch.config, launch.loaded.environment)
     if beyond:
         raise ConfigProblemsError(beyond, subject="the plan")
+    plan, root = launch.plan, launch.directory.root
     num_slots = plan.num_rollout_gpus + plan.train.world_size
-    devices = slot_devices(device, num_slots=num_slots, environ=environ)
-    failed = [f for f in check_site(config, plan, device, directory.root) if not f.ok]
+    devices = slot_devices(launch.device, num_slots=num_slots, environ=launch.environ)
+    findings = check_site(launch.config, plan, launch.device, root, held=held)
+    failed = [finding for finding in findings if not finding.ok]
     if failed:
         raise SiteError("\n".join(f"{f.check}: {f.detail}; {f.advice}" for f in failed))
-    return devices
+    return msgspec.structs.replace(launch, devices=devices)
 
 
 def new_run_id(directory: RunDirectory) -> RunId:

@@ -151,7 +151,9 @@ class Operator:
             category=OWN_CATEGORY,
             min_version=None if request.min_version is None else PolicyVersion(request.min_version),
         )
-        explanation = self._scheduler.explain(wanted, clock.now())
+        now = clock.now()
+        self._scheduler.on_tick(now)  # as a request would: what ends by time has ended
+        explanation = self._scheduler.explain(wanted, now)
         return VerbReply(
             ok=True, message=explanation.reason, details=msgspec.to_builtins(explanation)
         )
@@ -201,6 +203,13 @@ class Operator:
 
 def waiting_for(control: Control) -> str:
     """Who waits for whom, as a sentence."""
+    sentence, saving_step = _waiting_for(control), control.cycle.saving_step
+    if saving_step is None or control.cycle.phase is Phase.SAVING:
+        return sentence
+    return f"{sentence}; the checkpoint of step {saving_step} is being written"
+
+
+def _waiting_for(control: Control) -> str:
     match control.cycle.phase:
         case Phase.STARTING:
             parts = [] if control.ready_step is not None else ["the trainer"]

@@ -8,7 +8,7 @@ from libra.models.kv_capacity import kv_capacity_tokens
 from libra.planner.cost_models import engine_memory
 from libra.planner.plan import Plan
 from libra.pools.pool import RolloutPool
-from libra.rollouts.accounts import BufferLimits
+from libra.rollouts.accounts import LEASE_S, BufferLimits
 from libra.rollouts.batch import BatchShape
 from libra.weights.judge import probe_tolerance_of
 from libra_supervisor.app.prompts import Prompts
@@ -40,7 +40,7 @@ def control_of(config: RunConfig, plan: Plan, prompts: Prompts, run_id: RunId) -
     return Control(
         cycle_machine=Cycle(_limits(config, publishes=publishes, now=now)),
         pool=pool,
-        desk=RolloutDesk(_buffer_limits(config), prompts.cursor),
+        desk=RolloutDesk(buffer_limits(config), prompts.cursor),
         publication=publication,
         policy=Policy(
             min_rollout_gpus=min_rollout_gpus,
@@ -99,12 +99,15 @@ def _limits(config: RunConfig, *, publishes: bool, now: float) -> Limits:
     )
 
 
-def _buffer_limits(config: RunConfig) -> BufferLimits:
+def buffer_limits(config: RunConfig) -> BufferLimits:
+    queue_deadline_s = config.heterogeneous_rollout.scheduling.queue_deadline_s
     return BufferLimits(
         n_samples=config.algorithm.n_samples,
         batch_size=config.training.batch_size,
         max_concurrent=config.rollout.max_concurrent_rollouts,
         max_head_offpolicyness=config.rollout.max_head_offpolicyness,
         max_group_attempts=config.data.max_group_attempts,
+        lease_s=LEASE_S + max(queue_deadline_s, config.data.reward_timeout_s),
+        max_flat_drops=config.algorithm.max_flat_drops,
         last_step=config.control.total_steps,
     )

@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 from msgspec.structs import asdict
 
 from libra import clock
-from libra.ids import RunId
+from libra.ids import ChildId, RunId
 from libra.planner.probe import SwitchPlan
 from libra.rewards.loading import check_reward_name
 from libra.scheduling.scheduler import Scheduler
@@ -21,6 +21,7 @@ from libra.tracing.log import get_log
 from libra.tracing.span import SpanWriter, trace_path
 from libra_supervisor.api.access import read_or_make_token
 from libra_supervisor.api.server import api_server
+from libra_supervisor.app.adoption import adoptee_of, take_over
 from libra_supervisor.app.builder import Builder
 from libra_supervisor.app.collector import RunCollector, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
@@ -33,7 +34,7 @@ from libra_supervisor.app.probe_judge import ProbeJudge
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import RankMail
 from libra_supervisor.app.recall import RunMemory, recorded_run_id
-from libra_supervisor.app.routing import SchedulerRouting
+from libra_supervisor.app.routing import SchedulerRouting, explained_if_debugging
 from libra_supervisor.app.tracer import Tracer
 from libra_supervisor.display.console import Display
 from libra_supervisor.display.progress import plain_line
@@ -44,12 +45,13 @@ from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.execute import Executor, Ports
 from libra_supervisor.loop.run import run_loop, tick
+from libra_supervisor.loop.stall import StallMeter, measure_stalls
 from libra_supervisor.notify import Notifier
 from libra_supervisor.process.cgroup import delegated_root
-from libra_supervisor.process.kernel import Linux
-from libra_supervisor.process.logs import LogPolicy, open_log_relay
+from libra_supervisor.process.kernel import Kernel, Linux
+from libra_supervisor.process.lifecycle import Adoptee
+from libra_supervisor.process.logs import LogPolicy, LogRelay, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, Spawner, become_subreaper
-from libra_supervisor.process.sweep import end_run
 from libra_supervisor.ranks.gang import Gang
 from libra_supervisor.records.reader import last_attempt
 from libra_supervisor.records.tracker_backends import open_trackers
@@ -113,12 +115,7 @@ async def _supervised(
             num_kept=launch.config.supervision.log_keep,
         ),
     ) as logs:
-        kernel = Linux()
-        # A supervisor that was killed leaves engines, and they hold memory and ports.
-        for row in await end_run(run_id, kernel):
-            _log.warning("leftover_does_not_end", pid=row.pid, name=row.name)
-        spawner = LinuxSpawner(run_id=run_id, logs=logs, kernel=kernel, cgroups=delegated_root())
-        outcome = await run.to_end(spawner)
+        outcome = await run.to_end(logs)
         return outcome, run.next_plan
 
 
@@ -141,7 +138,9 @@ class Run:
         self._scheduler = Scheduler(
             launch.config.heterogeneous_rollout.scheduling,
             kv_capacity_by_tp=kv_capacity_by_tp(launch.config, launch.plan),
+            explained=explained_if_debugging(),
         )
+        self._stalls = StallMeter()
         self._outcome: Outcome | None = None
         self._probe_judge: ProbeJudge | None = None
         self._trackers = open_trackers(launch.config.tracing, launch.directory, run_id)
@@ -151,9 +150,14 @@ class Run:
         """What to go on with after `to_end`, because this plan did not fit."""
         return None if self._probe_judge is None else self._probe_judge.next
 
-    async def to_end(self, spawner: Spawner) -> Outcome:
+    async def to_end(self, logs: LogRelay) -> Outcome:
+        kernel = Linux()
+        spawner = LinuxSpawner(
+            run_id=self._run_id, logs=logs, kernel=kernel, cgroups=delegated_root()
+        )
         builder = self._builder(spawner)
         fleet, gang = builder.fleet(self._served_directory), builder.gang()
+        adopt = await self._take_over(fleet, logs, kernel)
         forecaster = builder.forecaster()
         self._probe_judge = ProbeJudge(self._launch, learn=forecaster.learn)
         operator = self._operator(fleet, gang, forecaster)
@@ -173,12 +177,11 @@ class Run:
             ):
                 if port is not None:
                     _log.info("api_listens", host=self._config.api.api_host, port=port)
-                tasks.start_soon(self._memory.run)
-                tasks.start_soon(notifier.keep_alive)
-                tasks.start_soon(self._tell_systemd, notifier, operator)
-                tasks.start_soon(self._show, operator)
+                self._start_rim(tasks, notifier, operator)
                 tasks.start_soon(self._hear_signals, fleet, gang)
-                await self._work(builder, fleet, gang, (forecaster, self._probe_judge), tasks)
+                fleet.start(tasks, adopt)
+                tasks.start_soon(gang.run)
+                await self._work(builder, fleet, gang, forecaster, self._probe_judge)
                 self._display.show(operator.progress())
                 notifier.stopping("ending children")
                 await self._end_children(fleet, gang)
@@ -191,20 +194,40 @@ class Run:
                 await anyio.to_thread.run_sync(self._trackers.close)
         return self._outcome or Outcome(INTERRUPTED, "interrupted")
 
+    def _start_rim(self, tasks: TaskGroup, notifier: Notifier, operator: Operator) -> None:
+        """Start what tells others about the run and decides nothing."""
+        tasks.start_soon(self._memory.run)
+        tasks.start_soon(measure_stalls, self._stalls)
+        tasks.start_soon(notifier.keep_alive)
+        tasks.start_soon(self._tell_systemd, notifier, operator)
+        tasks.start_soon(self._show, operator)
+
+    async def _take_over(
+        self, fleet: Fleet, logs: LogRelay, kernel: Kernel
+    ) -> dict[ChildId, Adoptee]:
+        """End what an earlier supervisor left, but for the servers that go on."""
+        kept = await take_over(
+            self._launch.directory,
+            self._run_id,
+            startable=fleet.required_facts(),
+            logs=logs,
+            kernel=kernel,
+        )
+        self._memory.remember(kept)
+        return {child_id: adoptee_of(record) for child_id, record in kept.items()}
+
     async def _work(
         self,
         builder: Builder,
         fleet: Fleet,
         gang: Gang,
-        judges: tuple[Forecaster, ProbeJudge],
-        tasks: TaskGroup,
+        forecaster: Forecaster,
+        probe_judge: ProbeJudge,
     ) -> None:
-        """From the first child to the end of the loop; rollouts and effects end here."""
+        """Until the end of the loop; rollouts and effects end here."""
         pool = builder.reward_pool()
         runner = builder.runner(fleet, pool)
         mail = RankMail(gang)
-        fleet.start(tasks)
-        tasks.start_soon(gang.run)
         async with anyio.create_task_group() as work:
             executor = Executor(
                 builder.terms(),
@@ -214,8 +237,8 @@ class Run:
                     rollouts=runner,
                     routing=SchedulerRouting(self._scheduler, fleet),
                     records=RecordsWriter(self._launch.directory, self._trackers),
-                    judge=judges[0],
-                    judge_probe=judges[1],
+                    judge=forecaster,
+                    judge_probe=probe_judge,
                 ),
                 tasks=work,
                 post=self.inbox.post,
@@ -304,7 +327,7 @@ class Run:
             scheduler=self._scheduler,
         )
         operator.registry = registry_of(
-            RunCollector(self._control, operator.status, forecaster, self._trackers)
+            RunCollector(self._control, operator.status, self._stalls, forecaster, self._trackers)
         )
         return operator
 

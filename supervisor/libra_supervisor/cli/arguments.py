@@ -35,6 +35,13 @@ def _add_run(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     run.add_argument(
         "--dry-run", action="store_true", help="check and plan everything, start nothing"
     )
+    run.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least level of events in logs/control.jsonl and on stderr; debug adds why each "
+        "request went where it went (default: info)",
+    )
 
 
 def _add_inspection(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

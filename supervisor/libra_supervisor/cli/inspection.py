@@ -3,6 +3,7 @@
 import sys
 from argparse import Namespace
 
+import anyio
 import msgspec
 
 from libra.config.load import current_environ, load_config
@@ -13,6 +14,8 @@ from libra_supervisor.doctor import probes
 from libra_supervisor.doctor.checks import check_site
 from libra_supervisor.doctor.devices import cpu_cores, cuda_devices, resolved_device
 from libra_supervisor.doctor.findings import GIB, Finding
+from libra_supervisor.doctor.leftovers import leftover_findings
+from libra_supervisor.process.kernel import Linux
 from libra_supervisor.records.calibration import known_book, store_of
 from libra_supervisor.validate import verb as validation
 from libra_supervisor.validate.dataset import summarize_dataset
@@ -68,6 +71,7 @@ def doctor(options: Namespace) -> int:
         book = known_book(config, store_of(config, loaded.environment))
         plan = planned(config, calibration=book).plan
         findings = check_site(config, plan, device, RUNS.resolve())
+    findings += anyio.run(leftover_findings, Linux())
     if options.as_json:
         sys.stdout.write(msgspec.json.encode(findings).decode() + "\n")
     else:

@@ -9,8 +9,7 @@ import anyio
 import msgspec
 
 from libra.config.load import current_environ, load_config
-from libra.errors import DataError
-from libra_supervisor.app.ending import first_cause
+from libra.errors import DataError, ungrouped
 from libra_supervisor.app.scoring import ScoredRow, ScoreReport, score_rows
 from libra_supervisor.validate.names import shipped_names
 
@@ -24,10 +23,8 @@ def score(options: Namespace) -> int:
     scored = partial(
         score_rows, config, environ, num_rows=options.rows, response_field=options.response_field
     )
-    try:
+    with ungrouped():
         report = anyio.run(scored, backend_options={"use_uvloop": True})
-    except BaseExceptionGroup as group:
-        raise first_cause(group) from group
     if options.as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
     else:

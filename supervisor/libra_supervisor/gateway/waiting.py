@@ -22,7 +22,6 @@ from libra.tracing.span import SpanWriter
 from libra_supervisor.gateway.request_trace import RequestTrace
 
 if TYPE_CHECKING:
-    from libra.scheduling.explanation import Explanation
     from libra.scheduling.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -75,21 +74,10 @@ class Placement:
 class WaitingRoom:
     """Places for tasks. `run` must be alive for as long as anybody may wait."""
 
-    def __init__(
-        self,
-        scheduler: "Scheduler",
-        *,
-        explained: "Callable[[RouteRequest, Explanation], None] | None" = None,
-        spans: SpanWriter | None = None,
-    ) -> None:
-        """`explained` is told the reasons of every decision, for debug logs.
-
-        Each costs one pass over the fleet, so leave it out otherwise. `spans` gets each request's
-        wait and its time on the instance.
-        """
+    def __init__(self, scheduler: "Scheduler", *, spans: SpanWriter | None = None) -> None:
+        """`spans` gets each request's wait and its time on the instance."""
         self._scheduler = scheduler
         self._trace = RequestTrace(spans)
-        self._explained = explained
         self._somebody_waits = anyio.Event()
 
     @asynccontextmanager
@@ -145,8 +133,6 @@ class WaitingRoom:
 
     async def _reserve(self, request: RouteRequest) -> Reservation:
         now = clock.now()
-        if self._explained is not None:
-            self._explained(request, self._scheduler.explain(request, now))
         match self._scheduler.route(request, now):
             case Routed(_, reservation):
                 return reservation

@@ -42,7 +42,10 @@ class SendBatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class SaveRun(msgspec.Struct, frozen=True, tag=True):
-    """Have the ranks write the checkpoint of `step` together with `rollout_state`."""
+    """Have the ranks write the checkpoint of `step` together with `rollout_state`.
+
+    A batch that is sent after this is trained after the ranks have taken the state of `step`.
+    """
 
     attempt: int
     step: int
@@ -69,6 +72,8 @@ class KnowInstance(msgspec.Struct, frozen=True, tag=True):
     incarnation: Incarnation
     base_url: str
     kv_capacity_tokens: int | None
+    is_planned: bool
+    """It took the place of another in a reload, so the instance keeps its prompts."""
 
 
 class RouteTo(msgspec.Struct, frozen=True, tag=True):

@@ -20,6 +20,7 @@ from libra.wire.rank import (
     RankEvent,
     RankFailed,
     RecomputeProbed,
+    SaveBegun,
     StepTrained,
     WeightsExported,
 )
@@ -131,7 +132,8 @@ class Control:
             case events.ChildReady():
                 return (commands.AskInstance(instance_id, event.incarnation),)
             case events.ChildExited():
-                self.pool.on_exited(instance_id, event.reason, now=at.now)
+                is_planned = self.publication.is_replacing(instance_id, event.incarnation)
+                self.pool.on_exited(instance_id, event.reason, now=at.now, is_planned=is_planned)
                 lost = self.publication.on_lost(instance_id, event.incarnation, at=at)
                 return (commands.Unroute(instance_id), *lost)
             case events.ChildGaveUp():
@@ -230,11 +232,13 @@ class Control:
             case AcksJudged():
                 return self.publication.on_judged(said, at=at)
             case CheckpointSaved():
-                return self._follow(self.cycle.on_saved(said.step, now=at.now), at)
+                fields: dict[str, object] = {"step": said.step, "save_s": round(said.save_s, 3)}
+                saved = commands.Say("checkpoint_saved", fields)
+                return (saved, *self._follow(self.cycle.on_saved(said.step, now=at.now), at))
             case RecomputeProbed():
                 probes = self._probe.on_probed(said)
                 return () if probes is None else (commands.JudgeProbe(self.attempt, probes),)
-            case Hello() | ModelReady() | Heartbeat() | RankFailed():
+            case Hello() | ModelReady() | Heartbeat() | SaveBegun() | RankFailed():
                 # The gang keeps these: identity, readiness, liveness and the first cause.
                 return ()
             case _:
@@ -260,6 +264,7 @@ class Control:
                 if event.error:
                     reason = f"the trainer's weights v{event.version} are broken: {event.error}"
                     return (commands.EndRun(4, reason),)
+                self.publication.on_checked(event.receipt)
                 return self._follow(self.cycle.on_exported(event.version), at)
             case _:
                 assert_never(event)
@@ -271,7 +276,11 @@ class Control:
             return ()
         self.pool.on_answering(event.instance_id, now=at.now)
         known = commands.KnowInstance(
-            event.instance_id, event.incarnation, event.base_url, event.kv_capacity_tokens
+            event.instance_id,
+            event.incarnation,
+            event.base_url,
+            event.kv_capacity_tokens,
+            is_planned=self.pool[event.instance_id].is_planned_restart,
         )
         committed, state = self.publication.committed, event.state
         has_committed = (

@@ -25,6 +25,9 @@ class Phase(Enum):
     COLLECTING = "collecting"
     TRAINING = "training"
     SAVING = "saving"
+    """Waiting for a checkpoint: the last one of the run, or one that is slower than its interval.
+    Every other checkpoint is written while the run goes on."""
+
     STOPPED = "stopped"
 
 
@@ -61,6 +64,8 @@ class Collect(msgspec.Struct, frozen=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
+    """Have the ranks write a checkpoint of `step`; what is commanded after it does not wait."""
+
     step: int
 
 
@@ -82,6 +87,7 @@ class Cycle:
         self._step = 0
         self._committed: PolicyVersion | None = None
         self._saved_step: int | None = None
+        self._saving_step: int | None = None
         self._stop_reason: str | None = None
         self._is_data_exhausted = False
 
@@ -100,6 +106,11 @@ class Cycle:
         return self._committed
 
     @property
+    def saving_step(self) -> int | None:
+        """The step whose checkpoint is being written; never more than one."""
+        return self._saving_step
+
+    @property
     def stop_reason(self) -> str | None:
         return self._stop_reason
 
@@ -108,6 +119,7 @@ class Cycle:
         self._expect(Phase.STARTING)
         self._step = restored_step
         self._saved_step = restored_step or None
+        self._saving_step = None
         if self._limits.sync_interval == 0:
             # Engines keep the base model for ever, which only step 0 can call its own policy.
             self._committed = PolicyVersion(0)
@@ -144,9 +156,12 @@ class Cycle:
         return self._save_or_go_on(now)
 
     def on_saved(self, step: int, *, now: float) -> tuple[Command, ...]:
-        self._expect(Phase.SAVING)
+        """The checkpoint of `step` is complete. Legal in any phase while it is being written."""
+        if step != self._saving_step:
+            raise InvariantError(f"step {step} was saved, asked for was {self._saving_step}")
+        self._saving_step = None
         self._saved_step = step
-        return self._go_on(now)
+        return self._save_or_go_on(now) if self._phase is Phase.SAVING else ()
 
     def on_data_exhausted(self, *, now: float) -> tuple[Command, ...]:
         """No further batch can ever be filled (the wanted epochs are over)."""
@@ -167,6 +182,7 @@ class Cycle:
         """Back to the start; `on_parts_ready` says from which step the next gang goes on."""
         if self._phase is not Phase.STOPPED:
             self._phase = Phase.STARTING
+        self._saving_step = None
         return ()
 
     def end_reason(self, *, now: float) -> str | None:
@@ -202,10 +218,17 @@ class Cycle:
         return (Publish(PolicyVersion(self._step)),)
 
     def _save_or_go_on(self, now: float) -> tuple[Command, ...]:
-        if self._is_save_due(now):
+        is_over, is_due = self.end_reason(now=now) is not None, self._is_save_due(now)
+        if self._saving_step is not None and (is_over or is_due):
+            self._phase = Phase.SAVING
+            return ()
+        if not is_due:
+            return self._go_on(now)
+        self._saving_step = self._step
+        if is_over:
             self._phase = Phase.SAVING
             return (Save(self._step),)
-        return self._go_on(now)
+        return (Save(self._step), *self._go_on(now))
 
     def _go_on(self, now: float) -> tuple[Command, ...]:
         reason = self.end_reason(now=now)
@@ -220,7 +243,7 @@ class Cycle:
         return interval > 0 and self._step % interval == 0
 
     def _is_save_due(self, now: float) -> bool:
-        if self._step in (0, self._saved_step):
+        if self._step in (0, self._saved_step, self._saving_step):
             return False
         interval = self._limits.save_interval
         is_interval_over = interval > 0 and self._step % interval == 0

@@ -24,9 +24,10 @@ from libra.rollouts.batch import BatchShape, shard
 from libra.rollouts.group import CompleteGroup
 from libra.storage.atomic import discard_directory
 from libra.storage.checkpoints import list_complete_checkpoints
-from libra.storage.finite import find_non_finite
 from libra.storage.manifests import read_manifest, verify_weights
+from libra.storage.receipt import SETTLE_S
 from libra.weights.retention import deletable_versions
+from libra.wire.instance import WeightsReceipt
 from libra.wire.rank import ExportWeights, MiniBatch, SaveCheckpoint
 from libra_supervisor.events import (
     Event,
@@ -96,6 +97,8 @@ class Executor:
         self._files = anyio.CapacityLimiter(1)
         self._num_unwritten = 0
         self._all_written = anyio.Event()
+        self._save_is_told = anyio.Event()
+        self._save_is_told.set()
 
     def execute(self, command: Command) -> None:  # noqa: C901, PLR0912, PLR0915 - a table
         """Begin the effect; never waits."""
@@ -110,14 +113,18 @@ class Executor:
             case commands.SendBatch():
                 self._start(self._send_batch, command)
             case commands.SaveRun():
-                self._start(self._save, command)
+                self._save_is_told = anyio.Event()
+                self._start(self._save, command, self._save_is_told)
             case commands.SendReload():
                 self._start(self._send_reload, command)
             case commands.AskInstance():
                 self._start(self._ask_instance, command)
             case commands.KnowInstance():
                 ports.routing.know(
-                    command.instance_id, command.incarnation, command.kv_capacity_tokens
+                    command.instance_id,
+                    command.incarnation,
+                    command.kv_capacity_tokens,
+                    is_planned=command.is_planned,
                 )
             case commands.RouteTo(instance_id, _, version):
                 ports.routing.serve(instance_id, version)
@@ -193,10 +200,12 @@ class Executor:
         )
 
     async def _check_export(self, command: commands.CheckExport) -> None:
-        error = await anyio.to_thread.run_sync(
-            _find_export_error, Path(command.directory), command.manifest_hash
+        # Without it the files would often be too new for a receipt.
+        await clock.sleep(2 * SETTLE_S)
+        error, receipt = await anyio.to_thread.run_sync(
+            _check_weights, Path(command.directory), command.manifest_hash
         )
-        await self._post(ExportChecked(command.version, command.manifest_hash, error))
+        await self._post(ExportChecked(command.version, command.manifest_hash, error, receipt))
 
     def _retire_versions(self, pinned: frozenset[PolicyVersion], loading: frozenset[Path]) -> None:
         published = {
@@ -218,9 +227,11 @@ class Executor:
     async def _send_batch(self, command: commands.SendBatch) -> None:
         cut = partial(cut_batch, command.groups, self._terms.algorithm, self._terms.shape)
         shards = await anyio.to_thread.run_sync(cut)
+        # A checkpoint that was asked for before holds the step before.
+        await self._save_is_told.wait()
         self._ports.ranks.train(command.attempt, command.step, shards)
 
-    async def _save(self, command: commands.SaveRun) -> None:
+    async def _save(self, command: commands.SaveRun, is_told: anyio.Event) -> None:
         directory = self._terms.directory.checkpoint_of(command.step)
         rollout_state = await anyio.to_thread.run_sync(encoded, command.rollout_state)
         await anyio.to_thread.run_sync(_discard_if_there, directory, limiter=self._files)
@@ -233,6 +244,7 @@ class Executor:
                 rollout_state=rollout_state,
             ),
         )
+        is_told.set()
 
     def _retire_checkpoints(self) -> None:
         """Make room for one more; at least one complete checkpoint is always there."""
@@ -291,12 +303,13 @@ def _discard_if_there(directory: Path) -> None:
         discard_directory(directory)
 
 
-def _find_export_error(directory: Path, manifest_hash: str) -> str:
+def _check_weights(directory: Path, manifest_hash: str) -> tuple[str, WeightsReceipt | None]:
+    """What is wrong with them, and when nothing is, the receipt of having read them."""
     try:
         manifest, found_hash = read_manifest(directory)
         if found_hash != manifest_hash:
-            return f"{directory}: the manifest's hash is {found_hash}, announced: {manifest_hash}"
-        verify_weights(directory, manifest, find_non_finite=find_non_finite)
+            found = f"the manifest's hash is {found_hash}, announced: {manifest_hash}"
+            return f"{directory}: {found}", None
+        return "", verify_weights(directory, manifest)
     except DataError as error:
-        return str(error)
-    return ""
+        return str(error), None

@@ -17,7 +17,7 @@ from libra.pools.pool import RolloutPool
 from libra.weights import reload as batches
 from libra.weights.judge import STOP_FACTOR, judge_acks
 from libra.weights.reload import Member, ReloadBatch
-from libra.wire.instance import ReloadAck, ReloadRequest
+from libra.wire.instance import ReloadAck, ReloadRequest, WeightsReceipt
 from libra.wire.rank import AcksJudged, JudgeAcks, WeightsExported
 from libra_supervisor.loop.commands import (
     CheckExport,
@@ -67,6 +67,7 @@ class Publication:
         self._terms = terms
         self._pool = pool
         self._exported: WeightsExported | None = None
+        self._receipt: WeightsReceipt | None = None
         self._open: OpenBatch | None = None
         self._committed: PolicyVersion | None = None
         self._num_batches = 0
@@ -93,14 +94,22 @@ class Publication:
             return tuple(sorted(coming))
         return () if self._open is None else tuple(sorted(self._open.batch.in_flight))
 
+    def is_replacing(self, instance_id: InstanceId, incarnation: Incarnation) -> bool:
+        """Whether that process ends because of a reload by restart."""
+        return self._open is not None and self._open.batch.is_replacing(instance_id, incarnation)
+
     def begin(self, version: PolicyVersion, *, attempt: int) -> tuple[Command, ...]:
         self._attempt = attempt
         return (PrepareExport(attempt, version),)
 
     def on_exported(self, exported: WeightsExported) -> tuple[Command, ...]:
-        self._exported = exported
+        self._exported, self._receipt = exported, None
         check = CheckExport(exported.policy_version, exported.directory, exported.manifest_hash)
         return (check,)
+
+    def on_checked(self, receipt: WeightsReceipt | None) -> None:
+        """Every byte of the export is right; `receipt` spares servers on this host reading it."""
+        self._receipt = receipt
 
     def reload(self, *, at: Moment) -> tuple[Command, ...]:
         """Bring every engine that answers to the exported version."""
@@ -175,7 +184,7 @@ class Publication:
             self._open.batch.cancel()
         self._open = None
         self._is_retry_due = False
-        self._exported = None
+        self._exported = self._receipt = None
         self._committed = None
 
     def keep_base(self, version: PolicyVersion) -> None:
@@ -202,6 +211,7 @@ class Publication:
             probe_token_ids=self._terms.probe_token_ids,
             # A gang that went back to an older step publishes a version that is not newer.
             force=True,
+            receipt=self._receipt,
         )
         batch = ReloadBatch(
             request,

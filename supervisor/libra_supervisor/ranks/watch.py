@@ -13,12 +13,12 @@ import msgspec
 from libra.ids import Rank
 from libra.wire.rank import (
     AcksJudged,
-    CheckpointSaved,
     ExportWeights,
     Heartbeat,
     JudgeAcks,
     RankCommand,
     RankEvent,
+    SaveBegun,
     SaveCheckpoint,
     Shutdown,
     StepTrained,
@@ -29,10 +29,10 @@ from libra.wire.rank import (
 _ANSWER_TO: Final[dict[type[RankCommand], type[RankEvent]]] = {
     TrainStep: StepTrained,
     ExportWeights: WeightsExported,
-    SaveCheckpoint: CheckpointSaved,
+    SaveCheckpoint: SaveBegun,
     JudgeAcks: AcksJudged,
 }
-_OWN_ANSWERS: Final = (StepTrained,)
+_OWN_ANSWERS: Final = (StepTrained, SaveBegun)
 
 
 class Silence(msgspec.Struct, frozen=True):

@@ -216,14 +216,3 @@ async def test_the_kind_of_an_error_says_whom_to_blame(error, num_faults):
             await room.serve(request(), fail)
     assert len(scheduler.take_notices()) == (num_faults == 3)
     assert scheduler.num_in_flight() == 0
-
-
-async def test_every_decision_can_be_listened_to():
-    scheduler, told = fleet_of(2, now=clock.now()), []
-    room = WaitingRoom(scheduler, explained=lambda ask, why: told.append((ask, why)))
-    ask = request()
-    async with room.place(ask) as placement:
-        ((asked, why),) = told
-    assert asked is ask
-    assert why.choice == placement.reservation.instance_id
-    assert [view.load for view in why.instances] == [0.0, 0.0]

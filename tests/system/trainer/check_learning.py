@@ -33,6 +33,7 @@ OBJECTIVES = {
         "importance_correction": "sequence_mask",
         "kl_coefficient": 0.05,
         "kl_estimator": "k2",
+        "kl_unbiased": True,
     },
     "two_policies": {"recompute_logprobs": False, "importance_correction": "none"},
 }

@@ -58,7 +58,7 @@ def check_spread_experts(world, models, directory, **layout) -> None:
 
 def go_on(config, world, directory, action) -> list[dict[str, float]]:
     from libra.trainer.assembly import assemble
-    from libra.trainer.checkpoint import restore_checkpoint, save_checkpoint
+    from libra.trainer.checkpoint import restore_checkpoint, stage_checkpoint
     from libra.wire.rank import SaveCheckpoint
 
     trainer = assemble(config, world, beat=no_beat)
@@ -66,14 +66,19 @@ def go_on(config, world, directory, action) -> list[dict[str, float]]:
     if action == "save":
         for step in range(1, SAVED_STEP + 1):
             train(trainer, step)
-        save_checkpoint(
-            trainer,
-            SaveCheckpoint(step=SAVED_STEP, directory=str(checkpoint), rollout_state=b"cursor"),
+        command = SaveCheckpoint(
+            step=SAVED_STEP, directory=str(checkpoint), rollout_state=b"cursor"
         )
+        staged = stage_checkpoint(trainer, command)
     else:
         restore_checkpoint(trainer, checkpoint)
     assert trainer.learner.progress.step == SAVED_STEP
-    return [train(trainer, step) for step in range(SAVED_STEP + 1, LAST_STEP + 1)]
+    metrics = [train(trainer, step) for step in range(SAVED_STEP + 1, LAST_STEP + 1)]
+    if action == "save":
+        # Written when training is three steps further: those must not be in it.
+        assert not checkpoint.exists()
+        staged.write()
+    return metrics
 
 
 def train(trainer, step) -> dict[str, float]:

@@ -173,6 +173,50 @@ def test_the_kl_term_and_the_entropy_bonus_enter_with_their_weights():
     assert loss == pytest.approx(0.1 * 0.125 - 0.2 * 0.5, abs=1e-6)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("is_first_update", [True, False])
+def test_an_unbiased_kl_term_has_the_gradient_of_the_kl(estimator, is_first_update):
+    # Every token of a small vocabulary once, weighted by how often the old policy draws it: the
+    # sum over tokens is the expectation, so nothing is left to chance.
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], requires_grad=True)
+    policy = torch.log_softmax(logits, 0)
+    reference = torch.log_softmax(torch.tensor([-0.4, 0.2, 0.9, 0.0]), 0)
+    drawn_from = torch.log_softmax(torch.tensor([0.9, -0.5, 0.2, 0.3]), 0)
+    if is_first_update:
+        drawn_from = policy.detach()
+    divergence = (policy.exp() * (policy - reference)).sum()
+    (wanted,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    given = batch(
+        rollout=drawn_from.tolist(),
+        old=None if is_first_update else drawn_from.tolist(),
+        reference=reference.tolist(),
+        advantages=[0.0] * 4,
+        weights=drawn_from.exp().tolist(),
+    )
+
+    def kl_term(**options):
+        made = objective(
+            AlgorithmConfig(
+                kl_coefficient=1.0,
+                kl_estimator=estimator,
+                importance_correction="none",
+                **options,
+            ),
+            temperature=1.0,
+            top_p=1.0,
+        )
+        loss, _ = policy_loss(torch.stack([policy, torch.zeros(4)]), given, made)
+        (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        return float(loss.detach()), gradient
+
+    value, gradient = kl_term(kl_unbiased=True)
+    assert torch.allclose(gradient, wanted, atol=1e-6)
+    if estimator != "k2":
+        assert value == pytest.approx(float(divergence.detach()), abs=1e-6)
+    _, biased = kl_term()
+    assert torch.allclose(biased, wanted, atol=1e-3) == (estimator == "k2" and is_first_update)
+
+
 def test_a_kl_term_without_a_reference_is_refused():
     given = batch(rollout=[-1.0], advantages=[0.0])
     with pytest.raises(ValueError, match="reference"):

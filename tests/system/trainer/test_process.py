@@ -12,7 +12,6 @@ import pytest
 from libra import clock
 from libra.ids import Incarnation, InstanceId, PolicyVersion, RunId
 from libra.storage.checkpoints import list_complete_checkpoints, read_rollout_state
-from libra.storage.finite import find_non_finite
 from libra.storage.manifests import read_manifest, verify_weights
 from libra.wire.instance import ReloadAck, ReloadRequest
 from libra.wire.rank import (
@@ -22,6 +21,7 @@ from libra.wire.rank import (
     JudgeAcks,
     ModelReady,
     RankFailed,
+    SaveBegun,
     SaveCheckpoint,
     Shutdown,
     StepTrained,
@@ -86,8 +86,14 @@ def first_life(model, tmp_path_factory):
             rollout_state=b"cursor",
         )
         supervisor.send(save)
+        said["begun"] = [supervisor.links[rank].expect(SaveBegun) for rank in (0, 1)]
         said["saved"] = supervisor.links[0].expect(CheckpointSaved)
         said["next"] = train(supervisor, 3)
+        # The rank leaves when this one is complete, though nobody waits for it.
+        last = msgspec.structs.replace(
+            save, step=3, directory=str(run_dir / "checkpoints" / "step_000003")
+        )
+        supervisor.send(last)
         supervisor.send(Shutdown(reason="the test is over"))
         said["exit_code"] = supervisor.process.wait(timeout=60)
         said["heartbeats"] = list(supervisor.links[1].heartbeats)
@@ -155,7 +161,7 @@ def test_exported_weights_are_complete_and_carry_the_tokenizer(first_life):
     directory = first_life["run_dir"] / "v000002"
     manifest, manifest_hash = read_manifest(directory)
     assert manifest_hash == first_life["exported"].manifest_hash
-    verify_weights(directory, manifest, find_non_finite=find_non_finite)
+    verify_weights(directory, manifest)
     assert manifest.policy_version == 2
     assert manifest.tied_embeddings
     names = {path.name for path in directory.iterdir()}
@@ -195,7 +201,9 @@ def test_rank_0_judges_acks_by_its_own_probe(first_life):
 
 
 def test_the_checkpoint_is_complete_and_holds_the_rollout_state(first_life):
-    (found,) = list_complete_checkpoints(first_life["run_dir"] / "checkpoints", with_hashes=True)
+    assert [begun.rank for begun in first_life["begun"]] == [0, 1]
+    last, found = list_complete_checkpoints(first_life["run_dir"] / "checkpoints", with_hashes=True)
+    assert last.step == 3
     assert (found.step, found.manifest.num_optimizer_steps) == (2, 4)
     assert read_rollout_state(found.directory) == b"cursor"
     assert first_life["saved"].directory == str(found.directory)

@@ -1,0 +1,166 @@
+"""Model and optimizer to and from Megatron's distributed checkpoints: any layout reads any other's.
+
+A save has two parts: `stage` takes the state into host memory and has the ranks agree on who writes
+what; `StagedState` writes it, in any thread, while the model trains on.
+"""
+
+import queue
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from libra.trainer.optimizer import torch_optimizers
+
+# The only form that other layouts can load. It is safe because the model has one gradient bucket:
+# with several, padded bucket ends silently corrupt it (megatron-core 0.19.2).
+OPTIMIZER_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+class StagedState:
+    """One rank's part of a checkpoint, in host memory."""
+
+    def __init__(self, directory: Path, writer: Any, metadata: Any) -> None:
+        """`writer` is Megatron's, with its plan; `metadata` is of the whole, on rank 0."""
+        self._directory = directory
+        self._writer = writer
+        self._metadata = metadata
+        self._buckets = [_in_host_memory(bucket) for bucket in writer.write_buckets]
+        writer.write_buckets = None
+
+    def write(self) -> list[Any]:
+        """Write this rank's files; returns what `finish` wants of every rank. Raises OSError."""
+        results: list[Any] = []
+        while self._buckets:
+            # Let go one by one: the memory is wanted again.
+            bucket = self._buckets.pop()
+            _, written = FileSystemWriterAsync.write_preloaded_data(
+                [self._writer.transforms], 0, bucket, None, None, use_fsync=True
+            )
+            if isinstance(written, Exception):
+                raise written
+            results += written
+        return results
+
+    def finish(self, results: list[list[Any]]) -> None:
+        """On rank 0, when every rank has written: the index over all ranks' files."""
+        self._writer.finish(self._metadata, results)
+        strategy = TorchDistSaveShardedStrategy()
+        save_config(CheckpointingConfig(strategy.backend, strategy.version), str(self._directory))
+
+
+def stage(model: Any, optimizer: Any, directory: Path) -> StagedState:
+    """Take the state of all ranks as it is now; every rank takes part. `directory` is empty."""
+    # Megatron would start a manager process to carry the names of the written files from a writer
+    # process; ours writes in a thread, and the manager would outlive a killed rank.
+    filesystem_async._results_queue = queue.Queue()  # noqa: SLF001
+    strategy = _Staging(directory)
+    dist_checkpointing.save(
+        _sharded_state(model, optimizer, is_loading=False),
+        str(directory),
+        strategy,
+        async_sharded_save=True,
+        async_strategy="mcore",
+    )
+    return strategy.staged
+
+
+def restore(
+    model: Any, optimizer: Any, directory: Path, *, has_distributed_optimizer: bool
+) -> None:
+    """Load what `stage` took, on this layout; every rank takes part."""
+    if has_distributed_optimizer:
+        _prime_adam(optimizer)
+        _repair_distributed_load()
+    state = dist_checkpointing.load(
+        _sharded_state(model, optimizer, is_loading=True), str(directory)
+    )
+    model.module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    _unshare_steps(optimizer)
+
+
+class _Staging(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Megatron's own strategy, stopped where it would hand its plan to a writer process."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+        self.finalize_fns: list[Any] = []
+        """Megatron appends to it; what it would do is in `StagedState.finish`."""
+
+    def _get_save_and_finalize_callbacks(
+        self, writer: Any, save_state_dict_ret: Any, _async_strategy: Any
+    ) -> "_Staging":
+        self.staged = StagedState(self._directory, writer, save_state_dict_ret[1])
+        return self
+
+
+def _in_host_memory(bucket: Any) -> Any:
+    """Copy what later steps would change: on the CPU Megatron's plan holds the parameters."""
+    path, key, (objects, tensors) = bucket
+    for index, (item, tensor) in enumerate(tensors):
+        tensors[index] = (item, tensor.to("cpu", copy=True))
+    return path, key, (objects, tensors)
+
+
+def _sharded_state(model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    model_state = model.module.sharded_state_dict()
+    optimizer_state = optimizer.sharded_state_dict(
+        {"model": model_state}, is_loading=is_loading, metadata=OPTIMIZER_METADATA
+    )
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _prime_adam(optimizer: Any) -> None:
+    """Give AdamW the state that Megatron expects to find before it loads into it."""
+    for inner in torch_optimizers(optimizer):
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                state = inner.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter.data)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter.data)
+
+
+def _unshare_steps(optimizer: Any) -> None:
+    # Megatron hands every parameter the same `step` tensor, which AdamW then raises once per
+    # parameter: updates that are silently wrong from the second step on.
+    for inner in torch_optimizers(optimizer):
+        for parameter, state in inner.state.items():
+            if torch.is_tensor(state.get("step")):
+                # Beside its parameter, where the fused kernel reads it.
+                state["step"] = state["step"].clone().to(parameter.device)
+
+
+def _repair_distributed_load() -> None:
+    """Let Megatron 0.19.2 load torch's AdamW, which it assumes to be Transformer Engine's.
+
+    Its setter looks for a `step` among the saved tensors, where the common step is stored apart,
+    and copies in place into leaves that require gradients.
+    """
+    original = DistributedOptimizer._set_main_param_and_optimizer_states  # noqa: SLF001
+    if getattr(original, "is_repaired", False):
+        return
+
+    def repaired(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        parameter = self.optimizer.param_groups[group]["params"][order]
+        expected = dict.fromkeys(self.optimizer.state[parameter])
+        given = {name: tensor for name, tensor in tensors.items() if name != "step"}
+        with torch.no_grad():
+            original(self, model_param, expected | given)
+
+    repaired.is_repaired = True  # type: ignore[attr-defined]
+    DistributedOptimizer._set_main_param_and_optimizer_states = repaired  # noqa: SLF001
