@@ -37,9 +37,10 @@ class Tracer:
         now = clock.monotonic()
         match command:
             case WriteStep(record):
-                # From the back: reload, export, training, and before them the wait for rollouts.
+                # From the back: export and the wait before or after it, training, and before
+                # them the wait for rollouts.
                 waited_at = now - record.step_s + record.rollout_wait_s
-                trained_at = now - record.reload_s - record.export_s
+                trained_at = now - record.publish_wait_s - record.export_s
                 began_at = now - record.step_s
                 step = record.step
                 self._spans.record(Phase.ROLLOUT_WAIT, began_at, waited_at, step=step)
