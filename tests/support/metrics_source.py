@@ -53,7 +53,8 @@ def trained_collector() -> RunCollector:
         store=None,
         meter=ServingMeter({}),
     )
-    for command in world.written:
+    # A step in which no trajectory ended has no forecast of rollout.
+    for command in (written for written in world.written if written.finished):
         forecaster(command)()
     trackers = Trackers([Tracker("tensorboard", _unopened)])
     trackers.close()

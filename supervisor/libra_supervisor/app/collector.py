@@ -99,7 +99,16 @@ class RunCollector(Collector):
             ("libra_step_seconds", "Wall time of the newest step.", last.step_s),
             ("libra_train_seconds", "Its training part.", last.train_s),
             ("libra_rollout_wait_seconds", "Its wait for rollouts.", last.rollout_wait_s),
-            ("libra_reload_seconds", "Its weight reload.", last.reload_s),
+            (
+                "libra_reload_seconds",
+                "The weight reload that was settled in it, beside training.",
+                last.reload_s,
+            ),
+            (
+                "libra_publish_wait_seconds",
+                "How long the trainer stood still for a weight reload.",
+                last.publish_wait_s,
+            ),
         ):
             yield GaugeMetricFamily(name, text, value)
 

@@ -221,13 +221,14 @@ class Control:
 
     def _on_rank_said(self, said: RankEvent, at: Moment) -> tuple[Command, ...]:
         match said:
-            case WeightsExported():
+            case WeightsExported(policy_version=version):
                 self.book.on_exported(said.export_s)
-                return self.publication.on_exported(said)
+                check = self.publication.on_exported(said)
+                return (*check, *self._follow(self.cycle.on_exported(version, now=at.now), at))
             case StepTrained(metrics=metrics):
                 if metrics is None:
                     return ()
-                self.book.on_trained(metrics, at)
+                self.book.on_trained(metrics)
                 return self._follow(self.cycle.on_trained(said.step, now=at.now), at)
             case AcksJudged():
                 return self.publication.on_judged(said, at=at)
@@ -256,7 +257,7 @@ class Control:
                 return self.publication.on_ack(ack, at=at)
             case events.ReloadAnswered():
                 return self.publication.on_undelivered(
-                    event.instance_id, event.incarnation, event.nonce, event.error, at
+                    event.instance_id, event.nonce, event.error, at=at
                 )
             case events.ExportChecked():
                 if event.manifest_hash != self.publication.manifest_hash:
@@ -265,7 +266,8 @@ class Control:
                     reason = f"the trainer's weights v{event.version} are broken: {event.error}"
                     return (commands.EndRun(4, reason),)
                 self.publication.on_checked(event.receipt)
-                return self._follow(self.cycle.on_exported(event.version), at)
+                self.book.on_reload_begun(at)
+                return self.publication.reload(at=at)
             case _:
                 assert_never(event)
 
@@ -408,7 +410,7 @@ class Control:
             return ()
         self.publication.just_committed = None
         self.book.on_reloaded(at)
-        return self._follow(self.cycle.on_reloaded(version, now=at.now), at)
+        return self._follow(self.cycle.on_settled(version, now=at.now), at)
 
     def _take_batch(self, at: Moment) -> tuple[Command, ...]:
         if self.cycle.phase is not Phase.COLLECTING:
@@ -437,13 +439,11 @@ class Control:
     def _follow(self, ordered: tuple[cycle.Command, ...], at: Moment) -> tuple[Command, ...]:
         """Turn what the cycle wants next into commands."""
         done: list[Command] = []
+        self.book.on_phase(is_settling=self.cycle.phase is Phase.SETTLING, at=at)
         for command in ordered:
             match command:
                 case cycle.Publish(version):
                     done += self.publication.begin(version, attempt=self.attempt)
-                case cycle.Reload():
-                    self.book.on_reload_begun(at)
-                    done += self.publication.reload(at=at)
                 case cycle.Collect():
                     done += self._close_step(at)
                     self.book.on_collect(at)
