@@ -20,8 +20,9 @@ SECTION_OF_REFERENCE = {"hardware_config": "hardware", "model_arch_config": "mod
 
 COMPOSITION_DOCS: Mapping[str, str] = {
     BASE_KEY: "File, or list of files, below this one: mappings merge key by key, this file wins.",
-    "hardware_config": "File that fills `hardware`; what this file says there wins.",
-    "model_arch_config": "File that fills `model_arch`; what this file says there wins.",
+    "hardware_config": "File that fills `hardware`: over what base files say there, under what this"
+    " file says. The nearest one named is read; null takes back what base files said.",
+    "model_arch_config": "File that fills `model_arch`, in the same way.",
 }
 MAX_INDEX_DIGITS = 18
 MAX_FILES_READ = 100
@@ -53,13 +54,12 @@ def compose(
     `home` is what `~/` stands for where a file is named.
     """
     composer = _Composer(files, home)
-    tree = composer.read(path, named_by=None, chain=())
-    place = tree.place
+    layers = composer.read(path, named_by=None, chain=())
+    place = layers.tree.place
     for layer in (environment, *overrides):
-        tree = _merge_entries(tree, composer.without_base(layer))
+        layers = _over(layers, _Layers(composer.without_base(layer), {}))
     # What nobody set is missing in the file, not in the last override.
-    tree = MapNode(tree.entries, place)
-    tree = composer.with_references(tree)
+    tree = MapNode(composer.with_references(layers).entries, place)
     return Composed(
         tree=tree,
         problems=tuple(composer.problems),
@@ -109,6 +109,32 @@ def _is_index(segment: str) -> bool:
     return segment.isascii() and segment.isdigit() and len(segment) <= MAX_INDEX_DIGITS
 
 
+class _Layers(msgspec.Struct, frozen=True):
+    """Files merged so far; what they name for a section is read when all are merged."""
+
+    tree: MapNode
+    below: dict[str, Node | None]
+    """By section: what farther files said there than the one that names the section's file."""
+
+
+def _over(far: _Layers, near: _Layers) -> _Layers:
+    entries, below = dict(far.tree.entries), dict(far.below)
+    for key, section in SECTION_OF_REFERENCE.items():
+        if key in near.tree.entries:
+            said = (far.below.get(section), entries.pop(section, None), near.below.get(section))
+            below[section] = _merged(said)
+    return _Layers(_merge_entries(MapNode(entries, far.tree.place), near.tree), below)
+
+
+def _merged(parts: Sequence[Node | None]) -> Node | None:
+    """Each part over the ones before it; None says nothing."""
+    whole: Node | None = None
+    for part in parts:
+        if part is not None:
+            whole = part if whole is None else merge(whole, part)
+    return whole
+
+
 class _Composer:
     def __init__(self, files: Files, home: str | None) -> None:
         self.problems: list[Problem] = []
@@ -118,7 +144,7 @@ class _Composer:
         self._num_read = 0
         self.is_whole = True
 
-    def read(self, path: Path, *, named_by: Problem | None, chain: tuple[str, ...]) -> MapNode:
+    def read(self, path: Path, *, named_by: Problem | None, chain: tuple[str, ...]) -> _Layers:
         """Read the mapping in `path`, its bases below it; empty when there is none.
 
         `named_by` is an empty problem at the place that names the file; None for the first one.
@@ -130,13 +156,13 @@ class _Composer:
         if identity in chain:
             cycle = " -> ".join([*chain[chain.index(identity) :], identity])
             self._report_lost(origin, f"the files name each other in a cycle: {cycle}")
-            return MapNode({}, Place(source, None, directory))
+            return _Layers(MapNode({}, Place(source, None, directory)), {})
         self._num_read += 1
         if self._num_read > MAX_FILES_READ:
             if self._num_read == MAX_FILES_READ + 1:
                 what = f"more than {MAX_FILES_READ} files to read, repetitions too"
                 self._report_lost(origin, what)
-            return MapNode({}, Place(source, None, directory))
+            return _Layers(MapNode({}, Place(source, None, directory)), {})
         node = self._parse(path, Place(source, None, directory), origin)
         return self._with_bases(node, (*chain, identity))
 
@@ -148,23 +174,29 @@ class _Composer:
         self._report(origin, "cannot be overridden", hint="name that file as CONFIG")
         return MapNode({k: v for k, v in layer.entries.items() if k != BASE_KEY}, layer.place)
 
-    def with_references(self, tree: MapNode) -> MapNode:
-        """`hardware_config` and `model_arch_config` read in below the section they fill."""
-        entries = dict(tree.entries)
+    def with_references(self, layers: _Layers) -> MapNode:
+        """The tree with `hardware_config` and `model_arch_config` read into their sections."""
+        entries = dict(layers.tree.entries)
         for key, section in SECTION_OF_REFERENCE.items():
             node = entries.pop(key, None)
-            for path, origin in self._named_files(key, node):
-                below = self.read(path, named_by=origin, chain=())
-                entries[section] = merge(below, entries[section]) if section in entries else below
-        return MapNode(entries, tree.place)
+            named = [
+                self.with_references(self.read(path, named_by=origin, chain=()))
+                for path, origin in self._named_files(key, node)
+            ]
+            # `hardware_config: null` takes back what farther files said, named or not.
+            far = (layers.below.get(section), *named) if named else ()
+            whole = _merged((*far, entries.pop(section, None)))
+            if whole is not None:
+                entries[section] = whole
+        return MapNode(entries, layers.tree.place)
 
-    def _with_bases(self, node: MapNode, chain: tuple[str, ...]) -> MapNode:
+    def _with_bases(self, node: MapNode, chain: tuple[str, ...]) -> _Layers:
         entries = dict(node.entries)
         bases = self._named_files(BASE_KEY, entries.pop(BASE_KEY, None))
-        tree = MapNode({}, node.place)
+        layers = _Layers(MapNode({}, node.place), {})
         for base, origin in bases:
-            tree = _merge_entries(tree, self.read(base, named_by=origin, chain=chain))
-        return _merge_entries(tree, MapNode(entries, node.place))
+            layers = _over(layers, self.read(base, named_by=origin, chain=chain))
+        return _over(layers, _Layers(MapNode(entries, node.place), {}))
 
     def _named_files(self, key: str, node: Node | None) -> list[tuple[Path, Problem]]:
         """Paths that `node` names, each with an empty problem at its place."""

@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from libra.config.availability import check_availability, check_stack
+from libra.config.availability import check_availability, check_stack, check_trackers
 from libra.config.compose import compose, parse_override
 from libra.config.document import MapNode, Node, Scalar
 from libra.config.dump import dump_resolved, dump_yaml, parse_resolved
@@ -216,10 +216,17 @@ def _cross_checks(loaded: LoadedConfig, files: Files, purpose: Purpose) -> tuple
         *problems,
         *check_availability(config, loaded.environment),
         *check_stack(config, has_transformer_engine=find_spec("transformer_engine") is not None),
+        *check_trackers(config, missing=_missing(config.tracing.trackers)),
         *model_problems,
         *(check_model(config, found, files) if found else ()),
         *check_paths(config, files),
     )
+
+
+def _missing(packages: Iterable[str]) -> tuple[str, ...]:
+    """Those that cannot be imported; a mere directory of the name, such as W&B's, is no package."""
+    specs = {name: find_spec(name) for name in packages}
+    return tuple(name for name, spec in specs.items() if spec is None or spec.origin is None)
 
 
 def _located(found: Iterable[Problem], loaded: LoadedConfig, typed: Typed) -> tuple[Problem, ...]:

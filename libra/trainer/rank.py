@@ -11,6 +11,7 @@ from libra.tracing.span import Phase, SpanWriter
 from libra.trainer.assembly import Trainer, assemble
 from libra.trainer.background import BackgroundWork
 from libra.trainer.checkpoint import restore_checkpoint, stage_checkpoint
+from libra.trainer.dry_run import probe_recompute
 from libra.trainer.identity import RankIdentity
 from libra.trainer.link import Link, MainCommand
 from libra.trainer.probe import judge
@@ -53,6 +54,14 @@ def run_rank(
         pulse.beat(0, "restore")
         with spans.span(Phase.RESTORE, directory=str(restore)):
             restore_checkpoint(trainer, restore)
+    if config.global_resource_planner.memory_budget_dry_run_enabled and restore is None:
+        pulse.beat(0, "dry run")
+        with spans.span(Phase.RECOMPUTE_PROBE):
+            probed = probe_recompute(trainer)
+        link.send(probed)
+        if probed.error:
+            _await_end(link)
+            return
     ready = ModelReady(
         rank=identity.at.rank,
         step=trainer.learner.progress.step,
@@ -85,6 +94,12 @@ def _built(config: RunConfig, identity: RankIdentity, pulse: "Pulse") -> Trainer
         timeout_s=config.supervision.rank_heartbeat_timeout_s,
     )
     return assemble(config, world, beat=pulse.beat)
+
+
+def _await_end(link: Link) -> None:
+    """Do nothing more: what was built does not fit."""
+    while not isinstance(link.receive(), Shutdown):
+        pass
 
 
 def _next(link: Link, spans: SpanWriter) -> MainCommand:

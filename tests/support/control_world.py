@@ -108,6 +108,7 @@ class World:
         min_rollout_gpus: int = 1,
         epochs: int | None = None,
         reload_method: ReloadMethod = "inplace",
+        num_probes: int = 0,
         probe_logprobs_of: Callable[[InstanceId], tuple[float, ...]] = lambda _: PROBE_LOGPROBS,
     ) -> None:
         self.now = 0.0
@@ -126,6 +127,8 @@ class World:
         self.said: list[commands.Say] = []
         self.known: list[commands.KnowInstance] = []
         self.ended: commands.EndRun | None = None
+        self.replaced: commands.ChangePlan | None = None
+        self.judged: list[commands.JudgeProbe] = []
         self.attempt = 0
         self.gang_version: PolicyVersion | None = None
         self.gang_is_busy = False
@@ -178,7 +181,11 @@ class World:
             pool=pool,
             desk=RolloutDesk(limits, ListCursor(epochs=epochs)),
             publication=Publication(terms, pool),
-            policy=Policy(min_rollout_gpus=min_rollout_gpus, publishes=sync_interval > 0),
+            policy=Policy(
+                min_rollout_gpus=min_rollout_gpus,
+                publishes=sync_interval > 0,
+                num_probes=num_probes,
+            ),
         )
 
     def boot(self) -> None:
@@ -338,6 +345,10 @@ class World:
             case commands.EndRun():
                 assert self.ended is None
                 self.ended = command
+            case commands.JudgeProbe():
+                self.judged.append(command)
+            case commands.ChangePlan():
+                self.replaced = command
             case commands.KnowInstance():
                 self.known.append(command)
             case commands.RetireVersions():

@@ -6,6 +6,14 @@ from config_files import every_problem_of, load, problems_of, write_model, write
 from libra.config.load import load_config
 from libra.config.problems import ConfigProblemsError
 
+HARDWARE = """
+device_name: X
+dense_bf16_flops: 1.0
+memory_bandwidth_bytes_per_s: 1.0
+intra_node_bandwidth_bytes_per_s: 1.0
+inter_node_bandwidth_bytes_per_s: 1.0
+"""
+
 
 def write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,6 +156,27 @@ def test_hardware_and_model_files_fill_their_sections_and_inline_values_win(tmp_
 def test_the_nearer_reference_replaces_the_farther_one(tmp_path: Path):
     write(tmp_path / "far.yaml", "hardware_config: missing.yaml")
     assert not problems_of(write_run(tmp_path, "base_config: far.yaml\nhardware_config: ''"))
+
+
+def test_a_nearer_reference_wins_over_what_a_base_says_in_its_section(tmp_path: Path):
+    write(tmp_path / "x.yaml", f"{HARDWARE}memory_bytes: 80")
+    write(tmp_path / "y.yaml", f"{HARDWARE}memory_bytes: 96")
+    inline = "hardware: {memory_bytes: 40, nodes: 6}"
+    write(tmp_path / "far.yaml", f"hardware_config: x.yaml\n{inline}")
+    run = write_run(tmp_path, "base_config: far.yaml")
+    near = write_run(tmp_path / "near", "base_config: ../far.yaml\nhardware_config: ../y.yaml")
+
+    def hardware(path, *overrides):
+        found = load_config(path, overrides, {}, purpose="plan").config.hardware
+        assert found is not None
+        return found.memory_bytes, found.nodes
+
+    assert hardware(run) == (40, 6)
+    assert hardware(near) == (96, 6), "the named file says nothing about nodes"
+    assert hardware(run, f"hardware_config={tmp_path}/x.yaml") == (80, 6)
+    assert hardware(near, "hardware.memory_bytes=1") == (1, 6)
+    cleared = load_config(near, ["hardware_config=null"], {})
+    assert cleared.config.hardware is None
 
 
 def test_a_mistake_in_a_referenced_file_names_that_file(tmp_path: Path):

@@ -171,8 +171,8 @@ def test_loading_needs_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
-READ_INSIDE = {"tokenizer_path", "global_resource_planner.elastic_hybrid_max_workers"}
-"""Through a property of the configuration; deprecated and ignored with a warning."""
+READ_INSIDE = {"global_resource_planner.elastic_hybrid_max_workers"}
+"""Deprecated and ignored with a warning."""
 
 
 @pytest.mark.case("T-B04")

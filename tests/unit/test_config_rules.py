@@ -12,6 +12,7 @@ from libra.config.arithmetic import (
 from libra.config.model_arch import ModelArchConfig
 from libra.config.problems import Problem
 from libra.config.rollout import TpBucket
+from libra.config.training import MegatronConfig
 
 ARCH = (
     "model_arch: {architecture: Qwen2ForCausalLM, num_layers: 6, hidden_size: 384, "
@@ -535,11 +536,33 @@ def test_a_warm_up_ends_before_a_decay_derived_from_total_steps():
 
 
 def test_offloading_none_of_the_optimizer_is_no_offloading():
-    problem = only(megatron_optimizer_cpu_offload="true")
+    problem = only(megatron_optimizer_cpu_offload="true", megatron_optimizer_offload_fraction="0")
     assert problem.related == ("megatron_optimizer_offload_fraction",)
-    assert not broken_rules(
-        megatron_optimizer_cpu_offload="true", megatron_optimizer_offload_fraction="1"
+    assert not broken_rules(megatron_optimizer_cpu_offload="true")
+    assert config_from(megatron_optimizer_cpu_offload="true").megatron == MegatronConfig(
+        megatron_optimizer_cpu_offload=True, megatron_optimizer_offload_fraction=1.0
     )
+
+
+def test_a_weight_belongs_to_an_instance_or_a_degree_of_the_run():
+    options = "load_balance_strategy: weighted, load_balance_weights: {NAME: 2}"
+    text = "heterogeneous_rollout: {instances: [{tp: 1, count: 2}], scheduling: {" + options + "}}"
+    for name in ("vllm-1", "tp1"):
+        assert not broken_rules(text.replace("NAME", name), rollout_gpus="2")
+    for name in ("vllm-2", "tp2", "nonsense"):
+        problem = only(text.replace("NAME", name), rollout_gpus="2")
+        assert (problem.path, problem.hint) == (
+            f"{SCHEDULING}.load_balance_weights",
+            "one of tp1, vllm-0, vllm-1",
+        )
+
+
+@pytest.mark.parametrize("argument", ["--port", "--port=1", "--max_model_len", "-tp"])
+def test_extra_arguments_that_would_undo_the_runs_own_are_refused(argument: str):
+    problem = only(rollout_extra_args=f"['{argument}', '5']")
+    assert problem.path == "rollout_extra_args"
+    assert problem.hint.startswith("set ")
+    assert not broken_rules(rollout_extra_args="['--block-size', '16']")
 
 
 def test_a_run_name_leaves_room_for_the_time():

@@ -33,6 +33,10 @@ def _is_not(value: Any) -> Callable[[Any], bool]:
     return lambda found: found != value
 
 
+def _contains(value: Any) -> Callable[[Any], bool]:
+    return lambda found: value in found
+
+
 def _prefixed(prefix: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{prefix}.{name}" for name in names)
 
@@ -144,7 +148,20 @@ SWITCHES: Final = (
         _is("configured"),
         "configured",
     ),
-    Dependence(("phase_trace_dir",), "phase_trace_enabled", bool, "true"),
+    Dependence(
+        ("phase_trace_dir", "phase_trace_max_bytes", "phase_trace_keep"),
+        "phase_trace_enabled",
+        bool,
+        "true",
+    ),
+    Dependence(("tensorboard_dir",), "trackers", _contains("tensorboard"), "with tensorboard"),
+    Dependence(("wandb_project", "wandb_mode"), "trackers", _contains("wandb"), "with wandb"),
+    Dependence(
+        ("mlflow_tracking_uri", "mlflow_experiment"),
+        "trackers",
+        _contains("mlflow"),
+        "with mlflow",
+    ),
     Dependence(("api.api_host",), "api.api_port", _is_not(None), "set"),
 )
 """Set while the switch is off: a warning."""

@@ -1,7 +1,7 @@
 """Token lengths, staleness, rollout devices, KV cache, ports, names of user code."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import inf
 
 from libra.config.arithmetic import num_rollout_instances, planner_decides, rollout_buckets
@@ -216,6 +216,43 @@ def run_name_is_a_file_name(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+OWN_FLAGS: Mapping[str, str] = {
+    "--model": "model_path",
+    "--tokenizer": "tokenizer_path",
+    "--dtype": "rollout_dtype",
+    "--tensor-parallel-size": "heterogeneous_rollout.instances",
+    "-tp": "heterogeneous_rollout.instances",
+    "--max-model-len": "max_model_len",
+    "--max-num-seqs": "rollout_max_num_seqs",
+    "--seed": "seed",
+    "--gpu-memory-utilization": "gpu_memory_utilization",
+    "--kv-cache-memory-bytes": "rollout_kv_cache_bytes",
+    "--enforce-eager": "rollout_enforce_eager",
+    "--port": "rollout_port_base",
+    "--host": "",
+    "--served-model-name": "",
+    "--logprobs-mode": "",
+    "--generation-config": "",
+    "--scheduling-policy": "",
+    "--middleware": "",
+    "--worker-extension-cls": "",
+}
+"""Arguments of `vllm serve` that a run sets itself, with the option that decides, if one does."""
+
+
+def extra_args_leave_ours_alone(config: RunConfig) -> Iterator[Problem]:
+    """Check that no extra argument undoes what the run relies on."""
+    for argument in config.rollout.rollout_extra_args:
+        flag = argument.partition("=")[0].replace("_", "-")
+        if flag in OWN_FLAGS:
+            option = OWN_FLAGS[flag]
+            yield Problem(
+                path="rollout_extra_args",
+                what=f"{flag} is set by the run itself",
+                hint=f"set {option}" if option else "leave it out",
+            )
+
+
 def frozen_engines(config: RunConfig) -> Iterator[Problem]:
     """Warn that the engines never learn."""
     if config.weights.rollout_weight_sync_mode == "none":
@@ -237,5 +274,6 @@ RULES = (
     endpoints_are_urls,
     ports_are_free_of_each_other,
     run_name_is_a_file_name,
+    extra_args_leave_ours_alone,
 )
 WARNINGS = (frozen_engines,)

@@ -68,6 +68,23 @@ def instances_without_capacity(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def weights_name_instances(config: RunConfig) -> Iterator[Problem]:
+    """Check that every weight belongs to an instance of the run."""
+    weights = config.heterogeneous_rollout.scheduling.load_balance_weights
+    if planner_decides(config):
+        return
+    buckets = rollout_buckets(config)
+    names = {f"tp{bucket.tp}" for bucket in buckets}
+    names |= {f"vllm-{index}" for index in range(sum(bucket.count for bucket in buckets))}
+    for name in weights.keys() - names:
+        yield Problem(
+            path=f"{SCHEDULING}.load_balance_weights",
+            what=f"{name!r} is no instance of this run and no TP degree of one",
+            hint=f"one of {', '.join(sorted(names)[:8])}",
+            related=("heterogeneous_rollout.instances",),
+        )
+
+
 def _degrees_by_capacity(config: RunConfig) -> tuple[list[int], list[int]]:
     """TP degrees without and with a configured capacity; none where that does not matter."""
     scheduling = config.heterogeneous_rollout.scheduling
@@ -114,6 +131,7 @@ RULES = (
     shared_load_lives_longer_than_a_heartbeat,
     snapshots_live_longer_than_a_poll,
     somebody_has_a_capacity,
+    weights_name_instances,
     backoff_grows,
 )
 WARNINGS = (instances_without_capacity,)

@@ -33,6 +33,7 @@ from libra_supervisor.events import (
     Event,
     ExportChecked,
     InstanceAnswered,
+    ProbeJudged,
     ReloadAnswered,
 )
 from libra_supervisor.loop import commands
@@ -48,6 +49,9 @@ _log = structlog.get_logger()
 Judge: TypeAlias = Callable[[commands.WriteStep], Callable[[], StepRecord]]
 """Called on the loop; what it returns is called in a thread and completes the step's record."""
 
+JudgeProbe: TypeAlias = Callable[[commands.JudgeProbe], ProbeJudged]
+"""Called in a thread."""
+
 
 class Ports(msgspec.Struct, frozen=True, kw_only=True):
     """The world."""
@@ -58,6 +62,7 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
     routing: Routing
     records: RecordsWriter
     judge: Judge
+    judge_probe: JudgeProbe
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,10 +148,18 @@ class Executor:
                 self._write(self._retire_versions, pinned, loading)
             case commands.Say(event, fields, is_warning):
                 (_log.warning if is_warning else _log.info)(event, **fields)
+            case commands.JudgeProbe():
+                self._start(self._judge_probe, command)
+            case commands.ChangePlan(reason):
+                self._end(0, reason)
             case commands.EndRun(exit_code, reason):
                 self._end(exit_code, reason)
             case _:
                 assert_never(command)
+
+    async def _judge_probe(self, command: commands.JudgeProbe) -> None:
+        judged = await anyio.to_thread.run_sync(self._ports.judge_probe, command)
+        await self._post(judged)
 
     def _start(self, effect: Callable[..., Coroutine[Any, Any, None]], *arguments: object) -> None:
         self._tasks.start_soon(effect, *arguments)
