@@ -123,6 +123,8 @@ class Control:
                 return ()
             case events.ChildReady():
                 return (commands.AskInstance(instance_id, event.incarnation),)
+            case events.ChildSuspected():
+                return self._on_instance_suspected(instance_id, event, at)
             case events.ChildExited():
                 is_planned = self.publication.is_replacing(instance_id, event.incarnation)
                 self.pool.on_exited(instance_id, event.reason, now=at.now, is_planned=is_planned)
@@ -132,7 +134,6 @@ class Control:
                 return self._on_instance_given_up(instance_id, event, at)
             case (
                 events.ChildWaiting()
-                | events.ChildSuspected()
                 | events.ChildRestartScheduled()
                 | events.ChildUnkillable()
                 | events.LogSinkFailing()
@@ -141,6 +142,18 @@ class Control:
                 return ()
             case _:
                 assert_never(event)
+
+    def _on_instance_suspected(
+        self, instance_id: InstanceId, event: events.ChildSuspected, at: Moment
+    ) -> tuple[Command, ...]:
+        """Route past it before it is ended, which takes as long as its grace when it hangs."""
+        if event.incarnation != self.pool[instance_id].incarnation:
+            return ()
+        self.pool.on_suspected(instance_id, event.reason, now=at.now)
+        lost = self.publication.on_lost(instance_id, event.incarnation, at=at)
+        # Its supervision replaces it already, after its own pause.
+        kept = [c for c in lost if not _is_replacement_of(c, instance_id)]
+        return (commands.Unroute(instance_id), *kept)
 
     def _on_instance_given_up(
         self, instance_id: InstanceId, event: events.ChildGaveUp, at: Moment
@@ -443,3 +456,7 @@ class Control:
                 self.is_ending = True
                 return done[: index + 1]
         return done
+
+
+def _is_replacement_of(command: Command, instance_id: InstanceId) -> bool:
+    return isinstance(command, commands.ReplaceInstance) and command.instance_id == instance_id
