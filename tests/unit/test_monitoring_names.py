@@ -9,7 +9,7 @@ import yaml
 
 from control_world import RandomWorld
 from libra.planner.search import plan
-from libra.wire.api import StatusSnapshot
+from libra.wire.api import ChildStatus, StatusSnapshot
 from libra_supervisor.app.collector import RunCollector
 from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.instances.serving_meter import ServingMeter
@@ -25,9 +25,25 @@ async def collected(collector):
     return list(collector.collect())
 
 
+def engine(name, **signals):
+    base = {"num_queued": None, "kv_use_fraction": None, "signals_age_s": None} | signals
+    return ChildStatus(
+        child=name,
+        role="rollout",
+        state="serving",
+        since_s=1.0,
+        pid=2,
+        num_restarts=0,
+        policy_version=1,
+        num_in_flight=3,
+        last_error="",
+        **base,
+    )
+
+
 @pytest.fixture
-def exported():
-    """Names on the metrics page of a run that has trained a step and dropped something."""
+def families():
+    """The metrics page of a run that has trained a step and dropped something."""
     world = RandomWorld()
     world.boot()
     world.run(Random(0))
@@ -46,7 +62,10 @@ def exported():
         uptime_s=1.0,
         eta_s=None,
         plan="",
-        children=(),
+        children=(
+            engine("vllm-0", num_queued=4, kv_use_fraction=0.5, signals_age_s=2.0),
+            engine("vllm-1"),
+        ),
         oldest_wait="",
     )
     config = grp_config(planner={"initial_allocation_strategy": "configured"})
@@ -55,7 +74,11 @@ def exported():
     )
     stalls = StallMeter()
     collector = RunCollector(world.control, lambda: status, stalls, forecaster)
-    families = anyio.run(collected, collector)
+    return anyio.run(collected, collector)
+
+
+@pytest.fixture
+def exported(families):
     return {name for family in families for name in (family.name, f"{family.name}_total")}
 
 
@@ -93,3 +116,18 @@ def test_no_two_panels_of_the_dashboard_overlap():
     ]
     assert len(places) == len(set(places))
     assert max(x for x, _ in places) < 24
+
+
+@pytest.mark.case("R-B18", "R-B23")
+def test_engines_are_exported_with_the_age_of_their_signals_and_unknown_is_absent(families):
+    values = {
+        family.name: {s.labels["instance"]: s.value for s in family.samples}
+        for family in families
+        if family.name.startswith("libra_engine_")
+    }
+    assert values == {
+        "libra_engine_requests_in_flight": {"vllm-0": 3, "vllm-1": 3},
+        "libra_engine_requests_queued": {"vllm-0": 4},
+        "libra_engine_kv_use_ratio": {"vllm-0": 0.5},
+        "libra_engine_signals_age_seconds": {"vllm-0": 2.0},
+    }
