@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from control_world import PROBE_LOGPROBS, RandomWorld
-from libra.ids import ChildId, InstanceId
+from libra.ids import ChildId, Incarnation, InstanceId
 from libra.pools.member import MemberState
 from libra_supervisor import events
 from libra_supervisor.loop.cycle import Phase
@@ -216,6 +216,33 @@ def test_a_server_that_hangs_is_routed_past_before_it_is_ended(phase):
     world.run(rng)
     assert world.ended is not None
     assert world.ended.exit_code == 0
+
+
+@pytest.mark.case("R-B12")
+@pytest.mark.parametrize("is_another", [False, True])
+def test_doubts_about_a_process_end_with_its_own_word(is_another):
+    rng = Random(5)
+    world = started(total_steps=30)
+    run_until(world, rng, lambda w: w.control.cycle.step == 3 and len(w.routes) == 2)
+    process, num_known = world.processes[A], len(world.known)
+    before = process.incarnation
+    world.routes.pop(A)  # the scheduler does not route there while its version is in doubt
+    if is_another:
+        # Whoever restarted it told nobody; it holds the base model again.
+        world.answers_as[A] = Incarnation("a stranger")
+    world.post(events.InstanceDoubted(A))
+    run_until(world, rng, lambda w: A in w.routes)
+    assert (world.processes[A].incarnation != before) is is_another
+    assert world.known[num_known].incarnation == world.processes[A].incarnation
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+
+
+def test_doubts_about_a_process_that_is_gone_ask_nobody():
+    world = started()
+    world.post(events.InstanceDoubted(A))  # it has not answered yet
+    assert not any(isinstance(e, events.InstanceAnswered) for e in world.pending)
 
 
 def test_a_reload_by_restart_is_a_planned_restart_and_a_crash_is_not():

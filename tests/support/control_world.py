@@ -123,6 +123,9 @@ class World:
         self.written: list[commands.WriteStep] = []
         self.reloads: list[commands.WriteReload] = []
         self.said: list[commands.Say] = []
+        self.answers_as: dict[InstanceId, Incarnation] = {}
+        """Strangers that answer in the place of a process, until it is replaced."""
+
         self.known: list[commands.KnowInstance] = []
         self.ended: commands.EndRun | None = None
         self.attempt = 0
@@ -388,7 +391,7 @@ class World:
             return
         state = InstanceState(
             instance_id=instance_id,
-            incarnation=incarnation,
+            incarnation=self.answers_as.pop(instance_id, incarnation),
             run_id=RUN,
             policy_version=process.version,
             is_paused=False,

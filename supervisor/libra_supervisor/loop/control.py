@@ -92,7 +92,12 @@ class Control:
                 | events.GangGaveUp()
             ):
                 return self._on_gang(event, at)
-            case events.InstanceAnswered() | events.ReloadAnswered() | events.ExportChecked():
+            case (
+                events.InstanceAnswered()
+                | events.InstanceDoubted()
+                | events.ReloadAnswered()
+                | events.ExportChecked()
+            ):
                 return self._on_engines(event, at)
             case (
                 events.SampleStarted()
@@ -226,12 +231,17 @@ class Control:
 
     def _on_engines(
         self,
-        event: events.InstanceAnswered | events.ReloadAnswered | events.ExportChecked,
+        event: events.InstanceAnswered
+        | events.InstanceDoubted
+        | events.ReloadAnswered
+        | events.ExportChecked,
         at: Moment,
     ) -> tuple[Command, ...]:
         match event:
             case events.InstanceAnswered():
                 return self._on_instance_answered(event, at)
+            case events.InstanceDoubted(instance_id):
+                return self._on_instance_doubted(instance_id)
             case events.ReloadAnswered(ack=ack) if ack is not None:
                 return self.publication.on_ack(ack, at=at)
             case events.ReloadAnswered():
@@ -249,11 +259,23 @@ class Control:
             case _:
                 assert_never(event)
 
+    def _on_instance_doubted(self, instance_id: InstanceId) -> tuple[Command, ...]:
+        """Its answer brings it back into routing, or shows that it has to be replaced."""
+        incarnation = self.pool[instance_id].incarnation
+        if incarnation is None or instance_id not in self.pool.answering_ids:
+            return ()
+        return (commands.AskInstance(instance_id, incarnation),)
+
     def _on_instance_answered(
         self, event: events.InstanceAnswered, at: Moment
     ) -> tuple[Command, ...]:
         if event.incarnation != self.pool[event.instance_id].incarnation:
             return ()
+        if event.state.incarnation != event.incarnation:
+            reason = f"another process ({event.state.incarnation}) answers in its place"
+            self.pool.on_suspected(event.instance_id, reason, now=at.now)
+            replaced = commands.ReplaceInstance(event.instance_id, reason)
+            return (commands.Unroute(event.instance_id), replaced)
         self.pool.on_answering(event.instance_id, now=at.now)
         known = commands.KnowInstance(
             event.instance_id,
@@ -270,8 +292,9 @@ class Control:
                 state.manifest_hash == self.publication.manifest_hash or not self._policy.publishes
             )
         )
-        if committed is None or not has_committed:
-            return (known,)
+        is_reloading = self.pool[event.instance_id].state is MemberState.RELOADING
+        if committed is None or not has_committed or is_reloading:
+            return (known,)  # a reload under way ends in a word of its own
         serves = self.pool.on_version_confirmed(
             event.instance_id, event.incarnation, committed, committed=committed, now=at.now
         )
