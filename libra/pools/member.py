@@ -23,7 +23,7 @@ class MemberState(Enum):
     """No new requests; those in flight go on."""
 
     QUARANTINED = "quarantined"
-    """A reload failed: its weights are unknown. It is replaced by a restart."""
+    """A reload failed, so its weights are unknown, or it hangs. It is replaced by a restart."""
 
     RESTARTING = "restarting"
     """The process is gone; its restart policy is at work."""

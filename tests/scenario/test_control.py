@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from control_world import PROBE_LOGPROBS, RandomWorld
-from libra.ids import ChildId, InstanceId
+from libra.ids import ChildId, Incarnation, InstanceId
+from libra.pools.member import MemberState
 from libra.wire.rank import AcksJudged
 from libra_supervisor import events
 from libra_supervisor.loop.cycle import Phase
@@ -61,7 +62,7 @@ def test_a_run_without_faults_trains_every_step_once_within_the_staleness_bound(
 @given(
     seed=st.integers(0, 2**32),
     faults=st.lists(
-        st.tuples(st.integers(1, 120), st.sampled_from(["a", "b", "gang"])), max_size=6
+        st.tuples(st.integers(1, 120), st.sampled_from(["a", "b", "gang", "hang"])), max_size=6
     ),
     failures=st.floats(0.0, 0.15),
     method=st.sampled_from(["inplace", "restart"]),
@@ -79,10 +80,7 @@ def test_with_engines_and_gangs_dying_at_any_moment_every_step_is_still_trained(
                 break
         if world.ended is not None:
             break
-        if fault == "gang":
-            world.lose_gang()
-        else:
-            world.kill_process(A if fault == "a" else B)
+        strike(world, rng, fault)
     world.run(rng)
     assert world.ended is not None, world.control.cycle.phase
     if world.ended.exit_code == 4:
@@ -157,6 +155,18 @@ def test_with_no_slack_every_batch_is_exactly_on_policy():
     assert {lag for _, _, lag in world.trained} == {0}
 
 
+def strike(world, rng, fault):
+    match fault:
+        case "gang":
+            world.lose_gang()
+        case "hang":
+            world.suspect_process(A)
+            world.step(rng)
+            world.kill_process(A)
+        case _:
+            world.kill_process(A if fault == "a" else B)
+
+
 @pytest.mark.case("T-B59")
 def test_one_version_of_slack_is_used_but_never_exceeded():
     world = started(total_steps=8, offpolicyness=1)
@@ -185,6 +195,56 @@ def test_an_engine_that_restarts_catches_up_before_it_is_routed_to():
     assert A not in world.routes
     run_until(world, rng, lambda w: A in w.routes)
     assert world.processes[A].version == world.control.publication.committed
+
+
+@pytest.mark.case("R-B41")
+@pytest.mark.parametrize("phase", [Phase.COLLECTING, Phase.RELOADING])
+def test_a_server_that_hangs_is_routed_past_before_it_is_ended(phase):
+    rng = Random(5)
+    world = started(total_steps=30)
+    run_until(world, rng, lambda w: w.control.cycle.step == 3)
+    run_until(world, rng, lambda w: w.control.cycle.phase is phase)
+    suspected = world.processes[A].incarnation
+    world.suspect_process(A)
+    # A reload in between neither waits for it nor brings it back.
+    step = world.control.cycle.step
+    run_until(world, rng, lambda w: w.control.cycle.step == step + 2)
+    assert A not in world.routes
+    assert world.control.pool[A].state is MemberState.QUARANTINED
+    # Nobody ends it a second time: its supervision is at it.
+    assert world.processes[A].incarnation == suspected
+    world.kill_process(A)
+    run_until(world, rng, lambda w: A in w.routes)
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+
+
+@pytest.mark.case("R-B12")
+@pytest.mark.parametrize("is_another", [False, True])
+def test_doubts_about_a_process_end_with_its_own_word(is_another):
+    rng = Random(5)
+    world = started(total_steps=30)
+    run_until(world, rng, lambda w: w.control.cycle.step == 3 and len(w.routes) == 2)
+    process, num_known = world.processes[A], len(world.known)
+    before = process.incarnation
+    world.routes.pop(A)  # the scheduler does not route there while its version is in doubt
+    if is_another:
+        # Whoever restarted it told nobody; it holds the base model again.
+        world.answers_as[A] = Incarnation("a stranger")
+    world.post(events.InstanceDoubted(A))
+    run_until(world, rng, lambda w: A in w.routes)
+    assert (world.processes[A].incarnation != before) is is_another
+    assert world.known[num_known].incarnation == world.processes[A].incarnation
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+
+
+def test_doubts_about_a_process_that_is_gone_ask_nobody():
+    world = started()
+    world.post(events.InstanceDoubted(A))  # it has not answered yet
+    assert not any(isinstance(e, events.InstanceAnswered) for e in world.pending)
 
 
 def test_a_reload_by_restart_is_a_planned_restart_and_a_crash_is_not():
