@@ -59,10 +59,28 @@ def test_a_run_without_faults_trains_every_step_once_within_the_staleness_bound(
     assert total in world.checkpoints
 
 
+def strike(world: RandomWorld, rng: Random, fault: str) -> None:
+    instance_id = A if fault.endswith("a") else B
+    if fault == "gang":
+        world.lose_gang()
+    elif fault.startswith("load"):
+        world.loads_to_fail.append(instance_id)
+    elif fault.startswith("hang"):
+        world.suspect_process(instance_id)
+        world.step(rng)
+        world.kill_process(instance_id)
+    else:
+        world.kill_process(instance_id)
+
+
 @given(
     seed=st.integers(0, 2**32),
     faults=st.lists(
-        st.tuples(st.integers(1, 120), st.sampled_from(["a", "b", "gang", "hang"])), max_size=6
+        st.tuples(
+            st.integers(1, 120),
+            st.sampled_from(["a", "b", "gang", "hang a", "load a", "load b"]),
+        ),
+        max_size=6,
     ),
     failures=st.floats(0.0, 0.15),
     method=st.sampled_from(["inplace", "restart"]),
@@ -155,18 +173,6 @@ def test_with_no_slack_every_batch_is_exactly_on_policy():
     assert {lag for _, _, lag in world.trained} == {0}
 
 
-def strike(world, rng, fault):
-    match fault:
-        case "gang":
-            world.lose_gang()
-        case "hang":
-            world.suspect_process(A)
-            world.step(rng)
-            world.kill_process(A)
-        case _:
-            world.kill_process(A if fault == "a" else B)
-
-
 @pytest.mark.case("T-B59")
 def test_one_version_of_slack_is_used_but_never_exceeded():
     world = started(total_steps=8, offpolicyness=1)
@@ -198,12 +204,14 @@ def test_an_engine_that_restarts_catches_up_before_it_is_routed_to():
 
 
 @pytest.mark.case("R-B41")
-@pytest.mark.parametrize("phase", [Phase.COLLECTING, Phase.RELOADING])
-def test_a_server_that_hangs_is_routed_past_before_it_is_ended(phase):
+@pytest.mark.parametrize("is_reloading", [False, True])
+def test_a_server_that_hangs_is_routed_past_before_it_is_ended(is_reloading):
     rng = Random(5)
     world = started(total_steps=30)
     run_until(world, rng, lambda w: w.control.cycle.step == 3)
-    run_until(world, rng, lambda w: w.control.cycle.phase is phase)
+    run_until(
+        world, rng, lambda w: (w.control.pool[A].state is MemberState.RELOADING) is is_reloading
+    )
     suspected = world.processes[A].incarnation
     world.suspect_process(A)
     # A reload in between neither waits for it nor brings it back.
@@ -540,3 +548,101 @@ def test_a_reload_on_demand_is_refused_while_a_version_is_being_checked():
     world.is_held = lambda event: False
     world.run(rng)
     assert not any(w.record.is_catch_up for w in world.reloads[num_reloads:])
+
+
+@pytest.mark.case("R-B89")
+def test_an_engine_whose_load_failed_is_loaded_once_more_from_the_good_version_and_lives():
+    rng = Random(19)
+    world = started(total_steps=5)
+    run_until(world, rng, lambda w: w.publishing == 2)
+    world.loads_to_fail.append(A)
+    run_until(world, rng, lambda w: w.control.publication.committed == 2)
+    assert A not in world.routes
+    assert world.control.pool[A].state is not MemberState.SERVING
+    (record,) = (w.record for w in world.reloads if w.record.policy_version == 2)
+    assert "loading failed" in record.quarantined[A]
+    assert record.accepted == (B,)
+    assert [ack.error for ack in record.acks if ack.instance_id == A] == ["loading failed"]
+    world.run(rng)
+    rescue = next(w.record for w in world.reloads if w.record.is_catch_up)
+    assert (rescue.policy_version, rescue.accepted, rescue.outcome) == (2, (A,), "committed")
+    assert world.num_births_of[A] == 1
+    assert set(world.routes) == {A, B}
+
+
+@pytest.mark.case("R-B89")
+def test_an_engine_that_fails_the_good_version_too_is_replaced():
+    rng = Random(20)
+    world = started(total_steps=5)
+    run_until(world, rng, lambda w: w.publishing == 2)
+    world.loads_to_fail += [A, A]
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert world.num_births_of[A] == 2
+    assert set(world.routes) == {A, B}
+    assert world.control.publication.counts.num_quarantined == 2
+
+
+def test_without_a_good_version_an_engine_whose_load_failed_is_replaced_at_once():
+    rng = Random(21)
+    world = started(total_steps=3, num_instances=1)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    world.loads_to_fail.append(A)
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert world.num_births_of[A] == 2
+
+
+def test_a_failed_engine_does_not_outlive_its_gang_unreplaced():
+    rng = Random(22)
+    world = started(total_steps=3)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    world.loads_to_fail.append(A)
+    world.is_held = is_verdict
+    run_until_stuck(world, rng)
+    world.lose_gang()
+    assert world.num_births_of[A] == 2
+    assert world.reloads[-1].record.outcome == "cancelled: the gang was lost"
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert set(world.routes) == {A, B}
+
+
+@pytest.mark.case("R-B87")
+def test_only_what_is_not_newer_is_forced_upon_a_server():
+    rng = Random(23)
+    asked = []
+    world = started(total_steps=4, save_interval=2)
+    send = world._reload
+    world._reload = lambda i, n, request: (asked.append(request), send(i, n, request))
+    run_until(world, rng, lambda w: w.publishing == 3)
+    run_until(world, rng, lambda w: w.control.publication.committed == 3)
+    forced = {r.policy_version: r.force for r in asked}
+    # Of the first one nobody knows what servers of an earlier supervisor hold.
+    assert forced == {0: True, 1: False, 2: False, 3: False}
+    world.lose_gang()
+    asked.clear()
+    world.run(rng)
+    assert {r.policy_version: r.force for r in asked} == {2: True, 3: True, 4: False}
+
+
+def test_a_duplicate_ack_is_refused_logged_and_recorded_with_the_batch():
+    rng = Random(24)
+    world = started(total_steps=2)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    run_until(world, rng, lambda w: any(is_reload_answer(e) for e in w.pending))
+    answer = next(e for e in world.pending if is_reload_answer(e))
+    world.pending.remove(answer)
+    world.post(answer)
+    world.post(answer)
+    assert world.said[-1].event == "ack_refused"
+    world.run(rng)
+    (record,) = (w.record for w in world.reloads if w.record.policy_version == 1)
+    assert [(r.ack, r.reason) for r in record.refused_acks] == [
+        (answer.ack, "the instance has answered already")
+    ]
+    assert world.control.publication.counts.num_refused_acks == 1

@@ -5,6 +5,7 @@ the commands alone, never read back from the machines under test. Everything tha
 waits in `pending`; `step(rng)` lets one of it happen.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 
@@ -145,6 +146,10 @@ class World:
         self.published: list[tuple[int, PolicyVersion]] = []
         """(attempt, version) of every export ordered."""
 
+        self.loads_to_fail: list[InstanceId] = []
+        """Each makes one load of that instance fail, after which nobody knows its weights."""
+
+        self.num_births_of = Counter[InstanceId]()
         self.open_groups: dict[GroupId, AdmittedGroup] = {}
         self.offpolicyness = offpolicyness
         self._births = 0
@@ -275,6 +280,7 @@ class World:
         manifest_hash: str | None = None,
     ) -> None:
         self._births += 1
+        self.num_births_of[instance_id] += 1
         incarnation = Incarnation(f"{instance_id}-{self._births}")
         self.processes[instance_id] = Process(
             incarnation=incarnation, version=version, manifest_hash=manifest_hash
@@ -339,6 +345,8 @@ class World:
                 self.written.append(command)
             case commands.WriteReload(record):
                 self.reloads.append(command)
+                assert len({ack.nonce for ack in record.acks} - {record.nonce}) == 0
+                assert {ack.instance_id for ack in record.acks} >= set(record.accepted)
                 if record.outcome == "committed" and not record.is_catch_up:
                     assert record.policy_version == self.publishing
                     self.publishing = None
@@ -402,6 +410,13 @@ class World:
             self._supersede(instance_id)
             self.pending.append(_Replace(instance_id, incarnation, request))
             return
+        if not request.force:
+            assert process.version is None or process.version < request.policy_version
+        if instance_id in self.loads_to_fail:
+            self.loads_to_fail.remove(instance_id)
+            process.version = process.manifest_hash = None
+            self._acknowledge(instance_id, incarnation, request, error="loading failed")
+            return
         process.version = request.policy_version
         process.manifest_hash = request.manifest_hash
         self._acknowledge(instance_id, incarnation, request)
@@ -425,14 +440,19 @@ class World:
         self._acknowledge(instance_id, wanted.incarnation, request)
 
     def _acknowledge(
-        self, instance_id: InstanceId, asked: Incarnation, request: ReloadRequest
+        self,
+        instance_id: InstanceId,
+        asked: Incarnation,
+        request: ReloadRequest,
+        *,
+        error: str | None = None,
     ) -> None:
         ack = ReloadAck(
             instance_id=instance_id,
             incarnation=self.processes[instance_id].incarnation,
             run_id=request.run_id,
             nonce=request.nonce,
-            policy_version=request.policy_version,
+            policy_version=self.processes[instance_id].version,
             method=self._reload_method,
             strategy="parallel",
             lock_wait_s=0.0,
@@ -442,6 +462,7 @@ class World:
             manifest_hash=request.manifest_hash,
             verified=("manifest", "files", "load", "probe"),
             probe_logprobs=self._probe_logprobs_of(instance_id),
+            error=error,
         )
         self.pending.append(events.ReloadAnswered(instance_id, asked, request.nonce, ack, ""))
 

@@ -65,6 +65,11 @@ def trained_collector() -> RunCollector:
     world.boot()
     world.run(Random(0))
     assert world.control.desk.dropped_by_reason
+    return collector_of(world)
+
+
+def collector_of(world: RandomWorld) -> RunCollector:
+    """The page of what `world` has seen, with forecasts of its steps."""
     config = grp_config(planner={"initial_allocation_strategy": "configured"})
     forecaster = Forecaster(
         config,

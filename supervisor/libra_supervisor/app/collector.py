@@ -74,6 +74,43 @@ class RunCollector(Collector):
             dropped.add_metric([reason], count)
         yield dropped
         yield from self._of_event_loop()
+        yield from self._of_reloads()
+
+    def _of_reloads(self) -> Iterator[Metric]:
+        counts = self._control.publication.counts
+        batches = CounterMetricFamily(
+            "libra_reload_batches", "Batches of weight reloads that ended.", labels=["outcome"]
+        )
+        for outcome, number in counts.num_batches.items():
+            batches.add_metric([outcome], number)
+        yield batches
+        yield CounterMetricFamily(
+            "libra_reload_acks_refused",
+            "Duplicate, late or foreign acknowledgements.",
+            counts.num_refused_acks,
+        )
+        yield CounterMetricFamily(
+            "libra_reload_quarantines",
+            "Instances taken out of routing because a reload failed.",
+            counts.num_quarantined,
+        )
+        last = counts.last
+        if last is None:
+            return
+        part_of = GaugeMetricFamily(
+            "libra_reload_instance_seconds",
+            "Longest of any instance in the newest batch of the whole fleet, by part.",
+            labels=["part"],
+        )
+        for part in ("lock_wait_s", "process_stop_s", "model_load_s", "total_s"):
+            longest = max((getattr(ack, part) for ack in last.acks), default=0.0)
+            part_of.add_metric([part.removesuffix("_s")], longest)
+        yield part_of
+        yield GaugeMetricFamily(
+            "libra_reload_probe_difference",
+            "Largest |trainer - engine| logprob of the probe in it.",
+            last.probe_difference,
+        )
 
     def _of_event_loop(self) -> Iterator[Metric]:
         yield HistogramMetricFamily(

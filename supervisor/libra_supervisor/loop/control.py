@@ -217,10 +217,11 @@ class Control:
         self.book.discard()
         unrouted = tuple(commands.Unroute(i) for i in self.pool.answering_ids)
         self.pool.on_rewound(now=at.now)
-        self.publication.on_rewound()
+        cancelled_batch = self.publication.on_rewound(at=at)
         said = commands.Say("gang_lost", {"attempt": event.attempt, "why": event.reason}, True)
         cancelled = commands.CancelAllGroups(event.reason)
-        return (said, cancelled, *unrouted, *self._follow(self.cycle.on_gang_lost(), at))
+        begun_anew = self._follow(self.cycle.on_gang_lost(), at)
+        return (said, cancelled, *unrouted, *cancelled_batch, *begun_anew)
 
     def _on_probe_judged(self, event: events.ProbeJudged) -> tuple[Command, ...]:
         if event.attempt != self.attempt:
