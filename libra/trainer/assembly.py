@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from libra.config.run import RunConfig
-from libra.errors import ConfigError, SiteError
+from libra.errors import SiteError
 from libra.trainer.backend import TrainBackend
 from libra.trainer.batch import Layout, SampleArrays, micro_batches
 from libra.trainer.head import Sampling
@@ -55,7 +55,9 @@ def _backend(
 
             return MegatronBackend(config, world, beat=beat, layout=layout)
         case "fsdp":
-            raise ConfigError("train_backend: fsdp is not built in this version")
+            from libra.trainer.fsdp.backend import FsdpBackend  # noqa: PLC0415
+
+            return FsdpBackend(config, world, beat=beat)
         case _:
             assert_never(config.training.train_backend)
 
