@@ -54,7 +54,7 @@ class RequestWatch:
         try:
             told: Mapping[str, int] = await client.open_requests()
         except RejectedError:
-            # It lives and cannot tell, like a server of an older Libra that was adopted.
+            # It lives and cannot tell, as a server without our middleware could not.
             told = {str(name): 0 for name in self._heard_of}
         except LibraError:
             return
