@@ -138,7 +138,10 @@ def test_status_lists_every_child_in_aligned_columns():
             uptime_s=62.0,
             eta_s=None,
             plan="train 2 GPUs",
-            children=(child("vllm-0"), child("vllm-1", pid=None, last_error="killed by SIGKILL")),
+            children=(
+                child("vllm-0", num_queued=3, kv_use_fraction=0.42),
+                child("vllm-1", pid=None, last_error="killed by SIGKILL"),
+            ),
             oldest_wait="group g has been silent for 3 s",
         )
     )
@@ -148,3 +151,6 @@ def test_status_lists_every_child_in_aligned_columns():
     header, first, second = lines[-3:]
     assert header.index("pid") == first.index("41") == second.index("-", 8)
     assert second.endswith("killed by SIGKILL")
+    places = {name: header.index(name) for name in ("in flight", "queued", "KV use")}
+    assert second[places["queued"]] == second[places["KV use"]] == "-"
+    assert first[places["queued"] :].split()[:2] == ["3", "42%"]

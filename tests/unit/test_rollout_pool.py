@@ -66,3 +66,18 @@ def test_a_move_outside_the_table_is_a_bug():
     pool = RolloutPool([(A, 1)], now=0.0)
     with pytest.raises(InvariantError, match="from starting to serving"):
         moved(pool[A], MemberState.SERVING, now=1.0)
+
+
+def test_an_instance_that_is_to_be_replaced_serves_again_only_with_its_next_process():
+    pool = serving_pool()
+    pool.on_replace_requested(A, now=4.0)
+    assert pool[A].state is MemberState.DRAINING
+    pool.on_undrain_requested(A, now=5.0)
+    assert pool[A].state is MemberState.DRAINING
+    pool.on_reload_begun(A, now=5.0)
+    assert not pool.on_version_confirmed(A, FIRST, V7, committed=V7, now=6.0)
+    pool.on_exited(A, "", now=7.0)
+    pool.on_started(A, SECOND, now=8.0)
+    pool.on_answering(A, now=9.0)
+    assert pool.on_version_confirmed(A, SECOND, V7, committed=V7, now=10.0)
+    assert pool[A].last_error == "", "an end that was asked for is no error"

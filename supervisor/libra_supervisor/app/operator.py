@@ -8,6 +8,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from libra import clock
 from libra.ids import InstanceId, PolicyVersion, PromptId, RequestId, RunId
+from libra.pools.member import MemberState
+from libra.scheduling.load import LoadSnapshot
 from libra.scheduling.request import RouteRequest
 from libra.scheduling.scheduler import Scheduler
 from libra.wire.api import ChildStatus, StatusSnapshot, Verb, VerbReply, VerbRequest
@@ -40,13 +42,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 class Operator:
     """Answers from the loop's state; changes it only by posting events."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it looks at
         self,
         facts: Facts,
         *,
         control: Control,
         inbox: Inbox[Event],
         engine_status: Callable[[InstanceId], ProcessStatus],
+        engine_load: Callable[[InstanceId], LoadSnapshot | None],
         trainer_status: Callable[[], ProcessStatus],
         scheduler: Scheduler,
     ) -> None:
@@ -55,6 +58,7 @@ class Operator:
         self._inbox = inbox
         self.registry = CollectorRegistry()
         self._engine_status = engine_status
+        self._engine_load = engine_load
         self._trainer_status = trainer_status
         self._scheduler = scheduler
 
@@ -136,6 +140,12 @@ class Operator:
             known = ", ".join(self._engine_ids())
             return VerbReply(ok=False, message=f"no engine {target!r}; there are {known}")
         instance_id = InstanceId(target)
+        if self._control.pool[instance_id].state is MemberState.GONE:
+            return VerbReply(
+                ok=False,
+                message=f"{target} was given up and stays down until the run is resumed: "
+                f"{self._control.pool[instance_id].last_error}",
+            )
         if verb == "restart":
             await self._inbox.post(RestartRequested(instance_id))
         else:
@@ -163,6 +173,8 @@ class Operator:
 
     def _engine(self, instance_id: InstanceId) -> ChildStatus:
         member, process = self._control.pool[instance_id], self._engine_status(instance_id)
+        load = self._engine_load(instance_id)
+        waiting = None if load is None else load.num_waiting
         return ChildStatus(
             child=instance_id,
             role="rollout",
@@ -172,8 +184,8 @@ class Operator:
             num_restarts=member.num_restarts,
             policy_version=member.version,
             num_in_flight=self._scheduler.num_in_flight(instance_id),
-            num_queued=None,
-            kv_use_fraction=None,
+            num_queued=None if waiting is None else round(waiting),
+            kv_use_fraction=None if load is None else load.kv_use_fraction,
             last_error=member.last_error or process.last_error,
         )
 

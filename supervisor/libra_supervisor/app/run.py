@@ -282,6 +282,7 @@ class Run:
             control=self._control,
             inbox=self.inbox,
             engine_status=fleet.status_of,
+            engine_load=fleet.load_of,
             trainer_status=gang.status,
             scheduler=self._scheduler,
         )

@@ -3,7 +3,10 @@
 from libra.wire.api import ChildStatus, StatusSnapshot
 from libra_supervisor.display.progress import duration
 
-HEADER = ("child", "state", "since", "pid", "restarts", "version", "in flight", "last error")
+HEADER = (
+    *("child", "state", "since", "pid", "restarts", "version"),
+    *("in flight", "queued", "KV use", "last error"),
+)
 
 
 def status_text(status: StatusSnapshot) -> str:
@@ -33,7 +36,9 @@ def _row(child: ChildStatus) -> tuple[str, ...]:
         "-" if child.pid is None else str(child.pid),
         str(child.num_restarts),
         "-" if child.policy_version is None else f"v{child.policy_version}",
-        str(child.num_in_flight),
+        str(child.num_in_flight) if child.role == "rollout" else "-",
+        "-" if child.num_queued is None else str(child.num_queued),
+        "-" if child.kv_use_fraction is None else f"{child.kv_use_fraction:.0%}",
         child.last_error,
     )
 

@@ -168,6 +168,12 @@ class Publication:
         commands = self._open.batch.on_lost(instance_id, incarnation, now=at.now)
         return self._apply(commands, at=at)
 
+    def on_leaving(self, instance_id: InstanceId, *, at: Moment) -> tuple[Command, ...]:
+        """Its process is about to be replaced on purpose: nobody waits for its ACK."""
+        if self._open is None:
+            return ()
+        return self._apply(self._open.batch.on_left(instance_id, now=at.now), at=at)
+
     def on_judged(self, verdict: AcksJudged, *, at: Moment) -> tuple[Command, ...]:
         if self._open is None or self._open.is_catch_up:
             return ()
@@ -235,9 +241,7 @@ class Publication:
                 case batches.RefuseAck(ack, reason):
                     done.append(_refused(ack, reason))
                 case batches.Quarantine(instance_id, reason):
-                    self._pool.on_reload_failed(instance_id, reason, now=at.now)
-                    done.append(Unroute(instance_id))
-                    done.append(ReplaceInstance(instance_id, reason))
+                    done += self._quarantine(instance_id, reason, at=at)
                 case batches.JudgeBatch(request, acks):
                     done += self._judge(request, acks, at=at)
                 case batches.CommitVersion(version, incarnation_of):
@@ -245,6 +249,15 @@ class Publication:
                 case batches.FailBatch(_, reason):
                     done += self._fail(reason, at=at)
         return tuple(done)
+
+    def _quarantine(
+        self, instance_id: InstanceId, reason: str, *, at: Moment
+    ) -> tuple[Command, ...]:
+        self._pool.on_reload_failed(instance_id, reason, now=at.now)
+        if self._pool[instance_id].incarnation is None:
+            # Its process is gone and will be followed by another; to ask would end that one.
+            return (Unroute(instance_id),)
+        return (Unroute(instance_id), ReplaceInstance(instance_id, reason))
 
     def _judge(
         self, request: ReloadRequest, acks: tuple[ReloadAck, ...], *, at: Moment
@@ -358,7 +371,7 @@ class Publication:
         return [
             Member(m.instance_id, m.incarnation, NodeRank(0), m.num_gpus)
             for m in members
-            if m.incarnation is not None
+            if m.incarnation is not None and not m.is_leaving
         ]
 
 
