@@ -382,3 +382,18 @@ def test_a_version_that_fails_everywhere_three_times_ends_the_run():
 
 def reload_answers(world: RandomWorld) -> list[events.ReloadAnswered]:
     return [e for e in world.pending if isinstance(e, events.ReloadAnswered)]
+
+
+def test_a_drained_engine_is_unrouted_at_once_and_routed_to_again_when_undrained():
+    rng = Random(3)
+    world = started(total_steps=3)
+    run_until(world, rng, lambda w: A in w.routes)
+    world.post(events.DrainRequested(A, drain=True))
+    assert A not in world.routes
+    world.post(events.DrainRequested(A, drain=False))
+    assert world.routes[A] == world.control.publication.committed
+    world.post(events.DrainRequested(A, drain=True))
+    world.run(rng)
+    assert world.ended.exit_code == 0
+    assert A not in world.routes, "reloads do not bring it back"
+    assert world.processes[A].version == 3
