@@ -24,6 +24,10 @@ class DataError(LibraError):
     exit_code = 2
 
 
+class TokenizerError(DataError):
+    """The tokenizer's own files cannot be used."""
+
+
 class InfeasiblePlanError(LibraError):
     """No split of the devices satisfies the constraints."""
 

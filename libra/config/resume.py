@@ -63,7 +63,9 @@ FREE: Final[frozenset[str]] = frozenset(
         "sync_interval", "rollout_weight_sync_mode", "rollout_weight_reload_method",
         "rollout_weight_reload_strategy", "rollout_weight_pause_mode",
         "rollout_weight_ack_timeout_s",
-        "phase_trace_enabled", "phase_trace_dir",
+        "phase_trace_enabled", "phase_trace_dir", "phase_trace_max_bytes", "phase_trace_keep",
+        "trackers", "tensorboard_dir", "wandb_project", "wandb_mode", "mlflow_tracking_uri",
+        "mlflow_experiment",
         "global_resource_planner.*", "heterogeneous_rollout.*", "supervision.*", "api.*",
         "hardware.*",
     }

@@ -4,6 +4,7 @@ import msgspec
 
 from libra.config.hardware import HardwareConfig
 from libra.config.model_arch import ModelArchConfig
+from libra.config.rules.rollout import CPU_KV_CACHE_BYTES
 from libra.config.run import RunConfig
 from libra.errors import ConfigError
 from libra.models.architecture import architecture_of
@@ -36,15 +37,9 @@ def cost_models(config: RunConfig, calibration: Calibration) -> CostModels:
     training, rollout = config.training, config.rollout
     rates = device_rates(hardware, dtype_bytes=_BYTES_OF[training.train_dtype])
     dtype = training.train_dtype if rollout.rollout_dtype == "auto" else rollout.rollout_dtype
-    scheduling = config.heterogeneous_rollout.scheduling
     rollout_memory = RolloutMemory(
         arch=architecture_of(arch),
-        engine=EngineMemory(
-            device_bytes=hardware.memory_bytes,
-            utilization_fraction=rollout.gpu_memory_utilization,
-            activation_reserve_bytes=int(scheduling.kv_activation_reserve_gib * GIB),
-            kv_cache_bytes=rollout.rollout_kv_cache_bytes,
-        ),
+        engine=engine_memory(config, hardware),
         max_model_len=rollout.max_model_len,
         dtype_bytes=_BYTES_OF[dtype],
     )
@@ -81,6 +76,19 @@ def cost_models(config: RunConfig, calibration: Calibration) -> CostModels:
             calibration=calibration,
             gpus_per_node=hardware.gpus_per_node,
         ),
+    )
+
+
+def engine_memory(config: RunConfig, hardware: HardwareConfig) -> EngineMemory:
+    """What an engine worker may use. On the CPU its cache is set, not what a reserve leaves."""
+    rollout, on_cpu = config.rollout, config.control.device == "cpu"
+    reserve_gib = config.heterogeneous_rollout.scheduling.kv_activation_reserve_gib
+    cache_bytes = rollout.rollout_kv_cache_bytes
+    return EngineMemory(
+        device_bytes=hardware.memory_bytes,
+        utilization_fraction=rollout.gpu_memory_utilization,
+        activation_reserve_bytes=0 if on_cpu else int(reserve_gib * GIB),
+        kv_cache_bytes=cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else cache_bytes),
     )
 
 

@@ -7,10 +7,10 @@ are proven loaded.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import anyio
-import anyio.to_thread
 import msgspec
 
 from libra.errors import DataError, LibraError, PeerError, RejectedError
@@ -19,6 +19,7 @@ from libra.serving.engine import Engine
 from libra.serving.gate import Gate
 from libra.serving.identity import ServingIdentity
 from libra.serving.ledger import VersionLedger
+from libra.storage.arrival import when_visible
 from libra.storage.manifests import names_in, read_manifest, verify_structure, verify_weights
 from libra.storage.receipt import holds
 from libra.storage.safetensors import model_tensors
@@ -128,11 +129,11 @@ class GuardedReload:
 
     async def _check(self, request: ReloadRequest, directory: Path, measured: Measured) -> Checked:
         try:
-            manifest, manifest_hash = await anyio.to_thread.run_sync(read_manifest, directory)
+            manifest, manifest_hash = await when_visible(partial(read_manifest, directory))
             self._check_manifest(request, manifest, manifest_hash)
             measured.verified.append("manifest")
-            checked = await anyio.to_thread.run_sync(
-                self._check_files, directory, manifest, request.receipt
+            checked = await when_visible(
+                partial(self._check_files, directory, manifest, request.receipt)
             )
             measured.verified.append("receipt" if checked.is_spared else "files")
         except OSError as exc:

@@ -48,6 +48,8 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: TrainerLayout
     files: tuple[FileEntry, ...]
+    backend: str = "megatron_core"
+    """`train_backend` that wrote the shards; the first checkpoints did not say."""
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -91,6 +91,8 @@ def _span_writer(config: RunConfig, run_dir: Path, identity: RankIdentity) -> Sp
         rank=rank,
         run_id=identity.run_id,
         attempt=identity.attempt,
+        max_bytes=tracing.phase_trace_max_bytes,
+        num_kept=tracing.phase_trace_keep,
     )
 
 

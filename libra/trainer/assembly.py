@@ -1,24 +1,14 @@
-"""Puts one rank's trainer together: model, weights, optimizer, pipelines, learner."""
+"""Puts one rank's trainer together: a backend, and the learner that drives it."""
 
-import logging
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-import torch
+from functools import partial
+from typing import NamedTuple, assert_never
 
 from libra.config.run import RunConfig
-from libra.errors import SiteError
-from libra.trainer.architecture import Architecture, read_architecture
-from libra.trainer.batch import Arrangement, Layout, SampleArrays, micro_batches
-from libra.trainer.capabilities import fallbacks, refuse_unsupported
-from libra.trainer.head import Sampling
-from libra.trainer.hf_weights import hash_of_weights, load_hf_weights
-from libra.trainer.model import build_model, seed_everything, with_gradients
-from libra.trainer.optimizer import build_optimizer
-from libra.trainer.pipeline import Pipeline
-from libra.trainer.step import Learner, LearnerParts
+from libra.errors import ConfigError
+from libra.trainer.backend import TrainBackend
+from libra.trainer.batch import Layout
+from libra.trainer.step import Learner
 from libra.trainer.world import World
 
 
@@ -27,21 +17,8 @@ class Trainer(NamedTuple):
 
     config: RunConfig
     world: World
-    architecture: Architecture
-    model: Any
-    """With gradient buffers."""
-
-    optimizer: Any
-    policy: Pipeline
-    arrangement: Arrangement
+    backend: TrainBackend
     learner: Learner
-    reference_hash: str | None
-    """Of the files that the KL reference was loaded from; None without a KL term."""
-
-    @property
-    def num_parameters(self) -> int:
-        """On this rank."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
 
 
 def assemble(
@@ -54,115 +31,23 @@ def assemble(
     """Build the trainer of this rank with the weights of `model_path`.
 
     `beat(step, phase)` is called at every micro-batch and change of phase. `layout` overrides the
-    choice of `arrange`. Raises ConfigError or DataError, on every rank alike, for what cannot be
-    run.
+    backend's choice. Raises ConfigError or DataError, on every rank alike, for what cannot be run.
     """
-    model_path = Path(config.model.model_path)
-    architecture = read_architecture(model_path)
-    refuse_unsupported(config, architecture, world.sizes, is_cuda=world.device.type == "cuda")
-    for notice in fallbacks(config, architecture):
-        logging.getLogger(__name__).warning(notice)
-    seed_everything(config.control.seed, 0)
-    beat(0, "build")
-    model = build_model(config, architecture, world)
-    beat(0, "load")
-    load_hf_weights(model, architecture, model_path, world)
-    trained = with_gradients(model, config)
-    optimizer = build_optimizer(trained, config)
-    reference, reference_hash = None, None
-    if config.algorithm.kl_coefficient:
-        beat(0, "load reference")
-        # Always the base model, never the weights a resumed run begins with.
-        reference, reference_hash = _reference(config, architecture, world, model_path)
-    policy = _pipeline(trained, config, architecture, world)
-    arrangement = arrange(config, world, layout)
-    if config.global_resource_planner.memory_budget_dry_run_enabled:
-        beat(0, "dry run")
-        dry_run(config, architecture, policy, arrangement)
-    learner = Learner(
-        config,
-        architecture,
-        world,
-        LearnerParts(
-            model=trained,
-            optimizer=optimizer,
-            policy=policy,
-            reference=reference,
-            arrangement=arrangement,
-        ),
-        beat,
-    )
-    return Trainer(
-        config=config,
-        world=world,
-        architecture=architecture,
-        model=trained,
-        optimizer=optimizer,
-        policy=policy,
-        arrangement=arrangement,
-        learner=learner,
-        reference_hash=reference_hash,
-    )
+    backend = _backend(config, world, partial(beat, 0), layout)
+    learner = Learner(config, world, backend, beat)
+    return Trainer(config=config, world=world, backend=backend, learner=learner)
 
 
-def arrange(config: RunConfig, world: World, layout: Layout | None = None) -> Arrangement:
-    """Choose how sequences are laid out on this rank.
+def _backend(
+    config: RunConfig, world: World, beat: Callable[[str], None], layout: Layout | None
+) -> TrainBackend:
+    # Imported here: neither backend needs the other's packages.
+    match config.training.train_backend:
+        case "megatron_core":
+            from libra.trainer.megatron_backend import MegatronBackend  # noqa: PLC0415
 
-    Packed where a kernel for it is there (CUDA, bfloat16) and where context parallelism needs it;
-    else padded rows, which cost a CPU less than attention sequence by sequence.
-    """
-    has_kernel = world.device.type == "cuda" and config.training.train_dtype == "bfloat16"
-    if layout is None:
-        layout = "packed" if has_kernel or world.sizes.context > 1 else "padded"
-    # Sequence parallelism cuts the columns evenly.
-    is_cut = config.megatron.megatron_sequence_parallel
-    return Arrangement(
-        layout=layout,
-        device=world.device,
-        length_multiple=world.sizes.tensor if is_cut else 1,
-        context_size=world.sizes.context,
-        context_index=world.at.context,
-        context_group=world.context_group,
-    )
-
-
-def dry_run(
-    config: RunConfig, architecture: Architecture, policy: Pipeline, arrangement: Arrangement
-) -> None:
-    """Score the largest temporary batch of `recompute_logprobs` once.
-
-    Raises SiteError when the device's memory does not hold it: better now than at the first long
-    answer.
-    """
-    length = config.rollout.max_model_len
-    rows = config.training.recompute_micro_batch_size
-    longest = SampleArrays(
-        token_ids=np.zeros(length, np.int32),
-        sampled=np.arange(1, length),
-        rollout_logprobs=np.zeros(length - 1, np.float32),
-        advantage=0.0,
-        weight=0.0,
-    )
-    batches = micro_batches([longest] * rows, rows=rows, arrangement=arrangement)
-    sampling = Sampling(config.rollout.temperature, config.rollout.top_p)
-    try:
-        policy.logprobs(batches, sampling=sampling, beat=lambda: None)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise SiteError(
-            f"recompute_logprobs does not fit: {rows} rows (recompute_micro_batch_size) of "
-            f"{length} tokens (max_model_len) over {architecture.vocab_size} words: {error}"
-        ) from error
-
-
-def _reference(
-    config: RunConfig, architecture: Architecture, world: World, model_path: Path
-) -> tuple[Pipeline, str]:
-    model = build_model(config, architecture, world)
-    load_hf_weights(model, architecture, model_path, world)
-    model.requires_grad_(False)
-    return _pipeline(model, config, architecture, world), hash_of_weights(model_path)
-
-
-def _pipeline(model: Any, config: RunConfig, architecture: Architecture, world: World) -> Pipeline:
-    rows = config.training.recompute_micro_batch_size
-    return Pipeline(model, architecture, world, logit_rows=rows)
+            return MegatronBackend(config, world, beat=beat, layout=layout)
+        case "fsdp":
+            raise ConfigError("train_backend: fsdp is not built in this version")
+        case _:
+            assert_never(config.training.train_backend)

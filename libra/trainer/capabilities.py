@@ -33,12 +33,9 @@ def has_transformer_engine() -> bool:
 
 
 def _option_problems(config: RunConfig, *, is_cuda: bool) -> list[str]:
-    training, megatron = config.training, config.megatron
+    megatron = config.megatron
     offloads = megatron.megatron_optimizer_cpu_offload
     checks = {
-        "train_backend: fsdp is not built in this version; use megatron_core": (
-            training.train_backend != "megatron_core"
-        ),
         "megatron_optimizer_cpu_offload needs CUDA: on the CPU the optimizer state is there": (
             offloads and not is_cuda
         ),

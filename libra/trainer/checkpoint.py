@@ -23,9 +23,8 @@ from libra.storage.checkpoints import (
     write_checkpoint_manifest,
 )
 from libra.storage.digest import file_entry
-from libra.trainer import megatron_checkpoint
 from libra.trainer.assembly import Trainer
-from libra.trainer.megatron_checkpoint import StagedState
+from libra.trainer.backend import StagedState
 from libra.trainer.world import World, barrier
 from libra.wire.rank import CheckpointSaved, SaveCheckpoint
 
@@ -116,7 +115,7 @@ def stage_checkpoint(trainer: Trainer, command: SaveCheckpoint) -> StagedCheckpo
     except OSError as error:
         raise SiteError(f"checkpoint of step {command.step}: {error}") from error
     barrier(trainer.world)
-    state = megatron_checkpoint.stage(trainer.model, trainer.optimizer, partial)
+    state = trainer.backend.stage(partial)
     trainer.learner.beat("checkpoint")
     return StagedCheckpoint(command, trainer.world, state, _manifest(trainer), began_at=began_at)
 
@@ -130,12 +129,7 @@ def restore_checkpoint(trainer: Trainer, directory: Path) -> None:
     _refuse_stranger(trainer, directory, manifest)
     # Every rank reads the sizes; the bytes are hashed once.
     verify_checkpoint(directory, manifest, with_hashes=trainer.world.at.rank == 0)
-    megatron_checkpoint.restore(
-        trainer.model,
-        trainer.optimizer,
-        directory,
-        has_distributed_optimizer=trainer.config.megatron.megatron_use_distributed_optimizer,
-    )
+    trainer.backend.restore(directory)
     progress = trainer.learner.progress
     progress.step = manifest.step
     progress.num_optimizer_steps = manifest.num_optimizer_steps
@@ -158,24 +152,30 @@ def _manifest(trainer: Trainer) -> CheckpointManifest:
         step=progress.step,
         num_optimizer_steps=progress.num_optimizer_steps,
         num_skipped_in_a_row=progress.num_skipped_in_a_row,
-        architecture_hash=trainer.architecture.hash,
-        reference_hash=trainer.reference_hash,
+        architecture_hash=trainer.backend.model_hash,
+        reference_hash=trainer.backend.reference_hash,
         layout=TrainerLayout(
             world_size=trainer.world.size,
             tensor=sizes.tensor,
             pipeline=sizes.pipeline,
             context=sizes.context,
             expert=sizes.expert,
-            has_distributed_optimizer=trainer.config.megatron.megatron_use_distributed_optimizer,
+            has_distributed_optimizer=trainer.backend.has_distributed_optimizer,
         ),
+        backend=trainer.backend.name,
         files=(),
     )
 
 
 def _refuse_stranger(trainer: Trainer, directory: Path, manifest: CheckpointManifest) -> None:
-    if manifest.architecture_hash != trainer.architecture.hash:
+    backend = trainer.backend
+    if manifest.backend != backend.name:
+        raise DataError(
+            f"{directory}: written with train_backend {manifest.backend}; resume with the same"
+        )
+    if manifest.architecture_hash != backend.model_hash:
         raise DataError(f"{directory}: a checkpoint of another model than model_path names")
-    has_distributed = trainer.config.megatron.megatron_use_distributed_optimizer
+    has_distributed = backend.has_distributed_optimizer
     if manifest.layout.has_distributed_optimizer != has_distributed:
         raise DataError(
             f"{directory}: written with megatron_use_distributed_optimizer: "
@@ -187,9 +187,9 @@ def _refuse_stranger(trainer: Trainer, directory: Path, manifest: CheckpointMani
             f"{directory}: written with train_ep_size {manifest.layout.expert}; a checkpoint with "
             "experts on one rank cannot be resumed with experts on several, nor the reverse"
         )
-    if trainer.reference_hash and manifest.reference_hash not in {None, trainer.reference_hash}:
+    if backend.reference_hash and manifest.reference_hash not in {None, backend.reference_hash}:
         raise DataError(
             f"{directory}: the run's KL reference has changed: model_path holds weights "
-            f"{trainer.reference_hash}, the checkpoint was trained against "
+            f"{backend.reference_hash}, the checkpoint was trained against "
             f"{manifest.reference_hash}"
         )

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 
 PADDED_LOGIT = -1e30
 """Logit of vocabulary rows that are padding: exp gives 0, and 0 times it is still 0."""
+
+
+SMALLEST_CHUNK_LOGITS = 1 << 20
 
 
 class Head(NamedTuple):
@@ -53,26 +52,21 @@ class ScoreRequest(NamedTuple):
     """Logits of at most this many tokens exist at a time."""
 
 
-def score_tokens(
-    hidden_states: torch.Tensor,
-    output_layer: Any,
-    output_weight: torch.Tensor | None,
-    context: ScoreRequest,
-    config: Any,
-    **_unused: Any,
-) -> torch.Tensor:
-    """GPTModel's `output_processor`: [s, b, hidden] -> float32[2, n], logprobs and entropies.
+def token_scores(hidden: torch.Tensor, weight: torch.Tensor, request: ScoreRequest) -> torch.Tensor:
+    """Hidden states [n, h] at the predicting positions -> float32[2, n], logprobs and entropies.
 
-    Differentiable in the hidden states and the output weight.
+    Differentiable in the hidden states and in this rank's slice [v, h] of the output weight.
     """
-    if config.sequence_parallel:
-        hidden_states = gather_from_sequence_parallel_region(hidden_states)
-    else:
-        hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
-    weight = output_layer.weight if output_weight is None else output_weight
-    chosen = hidden_states.flatten(0, 1).index_select(0, context.positions)
-    scores: torch.Tensor = _TokenScores.apply(chosen, weight, context)  # type: ignore[no-untyped-call]
+    scores: torch.Tensor = _TokenScores.apply(hidden, weight, request)  # type: ignore[no-untyped-call]
     return scores
+
+
+def chunk_tokens(*, logit_rows: int, longest: int, vocab_slice: int) -> int:
+    """How many tokens' logits may exist at once: `logit_rows` sequences of the longest length.
+
+    Small models are not cut up: 4 MiB of float32 logits are always allowed.
+    """
+    return max(logit_rows * longest, SMALLEST_CHUNK_LOGITS // vocab_slice, 1)
 
 
 class _TokenScores(torch.autograd.Function):

@@ -2,23 +2,22 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 
 from libra.trainer.architecture import Architecture
+from libra.trainer.backend import Beat, Loss
 from libra.trainer.batch import MicroBatch
-from libra.trainer.head import Head, Sampling, ScoreRequest, score_tokens
+from libra.trainer.head import Head, Sampling, ScoreRequest, chunk_tokens, token_scores
 from libra.trainer.loss import LossSums
 from libra.trainer.tensor_map import padded_vocab_size
 from libra.trainer.world import World
-
-Loss: TypeAlias = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, LossSums]]
-Beat: TypeAlias = Callable[[], None]
-
-SMALLEST_CHUNK_LOGITS = 1 << 20
-"""Logits (4 MiB in float32) that may always exist at once, so that small models are not cut up."""
 
 
 class Pipeline:
@@ -32,7 +31,7 @@ class Pipeline:
         self._logit_rows = logit_rows
         vocab_slice = padded_vocab_size(architecture, world.sizes.tensor) // world.sizes.tensor
         start = vocab_slice * world.at.tensor
-        self._smallest_chunk = max(1, SMALLEST_CHUNK_LOGITS // vocab_slice)
+        self._vocab_slice = vocab_slice
         self._head = Head(
             vocab_start=start,
             num_valid=min(max(architecture.vocab_size - start, 0), vocab_slice),
@@ -120,5 +119,27 @@ class Pipeline:
             positions=batch.scored,
             targets=batch.targets,
             sampling=sampling,
-            chunk_tokens=max(self._logit_rows * batch.packing.longest, self._smallest_chunk),
+            chunk_tokens=chunk_tokens(
+                logit_rows=self._logit_rows,
+                longest=batch.packing.longest,
+                vocab_slice=self._vocab_slice,
+            ),
         )
+
+
+def score_tokens(
+    hidden_states: torch.Tensor,
+    output_layer: Any,
+    output_weight: torch.Tensor | None,
+    context: ScoreRequest,
+    config: Any,
+    **_unused: Any,
+) -> torch.Tensor:
+    """GPTModel's `output_processor`: [s, b, hidden] -> float32[2, n], logprobs and entropies."""
+    if config.sequence_parallel:
+        hidden_states = gather_from_sequence_parallel_region(hidden_states)
+    else:
+        hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
+    weight = output_layer.weight if output_weight is None else output_weight
+    chosen = hidden_states.flatten(0, 1).index_select(0, context.positions)
+    return token_scores(chosen, weight, context)

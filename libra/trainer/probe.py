@@ -33,7 +33,7 @@ def probe_logprobs(trainer: Trainer, token_ids: Sequence[int]) -> tuple[float, .
     """Logprobs of all but the first token under the current weights; every rank takes part."""
     if len(token_ids) < 2:  # noqa: PLR2004 - nothing is predicted by one token
         return ()
-    vocab_size = trainer.architecture.vocab_size
+    vocab_size = trainer.backend.vocab_size
     if not all(0 <= token < vocab_size for token in token_ids):
         raise DataError(f"the probe has a token outside the vocabulary of {vocab_size}")
     num_scored = len(token_ids) - 1
@@ -45,8 +45,8 @@ def probe_logprobs(trainer: Trainer, token_ids: Sequence[int]) -> tuple[float, .
         advantage=0.0,
         weight=0.0,
     )
-    batches = micro_batches([sample], rows=1, arrangement=trainer.arrangement)
-    scores = trainer.policy.logprobs(
+    batches = micro_batches([sample], rows=1, arrangement=trainer.backend.arrangement)
+    scores = trainer.backend.logprobs(
         batches, sampling=Sampling(), beat=lambda: trainer.learner.beat("probe")
     )
     # Every replica computes the same; one speaks.

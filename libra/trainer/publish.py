@@ -16,11 +16,9 @@ from libra.storage.atomic import growing_directory
 from libra.storage.digest import file_entry
 from libra.storage.manifests import write_manifest
 from libra.storage.safetensors import BITS_OF_DTYPE, write_index, write_safetensors
-from libra.trainer.architecture import Architecture
 from libra.trainer.assembly import Trainer
-from libra.trainer.hf_weights import gather_hf_tensors
+from libra.trainer.backend import HfTensor
 from libra.trainer.probe import PROBE_NAME, Probe, probe_logprobs
-from libra.trainer.tensor_map import model_rules
 from libra.weights.manifest import FORMAT, FileEntry, TensorEntry, WeightsManifest
 from libra.wire.rank import ExportWeights, WeightsExported
 
@@ -51,7 +49,7 @@ def export_weights(trainer: Trainer, command: ExportWeights) -> WeightsExported 
         logprobs=probe_logprobs(trainer, command.probe_token_ids),
     )
     trainer.learner.beat("export")
-    tensors = gather_hf_tensors(trainer.model, trainer.architecture, trainer.world)
+    tensors = trainer.backend.hf_tensors()
     if trainer.world.at.rank:
         for _ in tensors:
             raise InvariantError("only rank 0 may be given whole tensors")
@@ -78,8 +76,8 @@ def _write(
     tensors: Iterator[tuple[str, torch.Tensor]],
     directory: Path,
 ) -> str:
-    dtype = next(trainer.model.parameters()).dtype
-    entries, files = _write_tensors(trainer.architecture, dtype, tensors, directory)
+    dtype = trainer.backend.export_dtype
+    entries, files = _write_tensors(trainer.backend.export_plan, dtype, tensors, directory)
     written = [
         _write_config(trainer, dtype, directory),
         *_copy_companions(trainer, directory),
@@ -93,7 +91,7 @@ def _write(
         format=FORMAT,
         run_id=command.run_id,
         policy_version=command.policy_version,
-        tied_embeddings=trainer.architecture.has_tied_embeddings,
+        tied_embeddings=trainer.backend.has_tied_embeddings,
         files=(*files, *(file_entry(path) for path in written)),
         tensors=tuple(entries),
     )
@@ -101,12 +99,12 @@ def _write(
 
 
 def _write_tensors(
-    architecture: Architecture,
+    plan: Sequence[HfTensor],
     dtype: torch.dtype,
     tensors: Iterator[tuple[str, torch.Tensor]],
     directory: Path,
 ) -> tuple[list[TensorEntry], list[FileEntry]]:
-    planned = plan_files(architecture, SAFETENSORS_DTYPE[dtype], max_file_bytes=MAX_FILE_BYTES)
+    planned = plan_files(plan, SAFETENSORS_DTYPE[dtype], max_file_bytes=MAX_FILE_BYTES)
     files = [
         write_safetensors(
             directory / entries[0].file,
@@ -117,22 +115,22 @@ def _write_tensors(
     ]
     # The generator has collectives after its last tensor in other ranks' eyes: run it to its end.
     if next(tensors, None) is not None:
-        raise InvariantError("more tensors were gathered than the architecture has")
+        raise InvariantError("more tensors were gathered than were planned")
     return [entry for entries in planned for entry in entries], files
 
 
 def plan_files(
-    architecture: Architecture, dtype: str, *, max_file_bytes: int
+    plan: Sequence[HfTensor], dtype: str, *, max_file_bytes: int
 ) -> list[list[TensorEntry]]:
-    """Every tensor of the model in the order of export, grouped into files of bounded size."""
-    groups: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    """Group the tensors, in the order of export, into files of bounded size."""
+    groups: list[list[HfTensor]] = [[]]
     room = max_file_bytes
-    for source in (source for rule in model_rules(architecture) for source in rule.sources):
+    for source in plan:
         num_bytes = prod(source.shape) * BITS_OF_DTYPE[dtype] // 8
         if num_bytes > room and groups[-1]:
             groups.append([])
             room = max_file_bytes
-        groups[-1].append((source.name, source.shape))
+        groups[-1].append(source)
         room -= num_bytes
     names = (
         ["model.safetensors"]

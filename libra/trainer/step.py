@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import isfinite
-from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -13,9 +12,8 @@ from libra.algorithms.learning_rate import decay_steps, learning_rate
 from libra.algorithms.objective import objective
 from libra.config.run import RunConfig
 from libra.errors import InvariantError, LearningStoppedError
-from libra.trainer.architecture import Architecture
+from libra.trainer.backend import Scorer, TrainBackend
 from libra.trainer.batch import (
-    Arrangement,
     MicroBatch,
     SampleArrays,
     decode_mini_batch,
@@ -26,9 +24,6 @@ from libra.trainer.batch import (
 from libra.trainer.head import Sampling
 from libra.trainer.loss import LossSums, mismatch_k3, policy_loss
 from libra.trainer.memory import peak_memory_bytes
-from libra.trainer.model import seed_everything
-from libra.trainer.optimizer import step_if_finite
-from libra.trainer.pipeline import Pipeline
 from libra.trainer.world import World, max_over_world, sum_over_world
 from libra.wire.rank import TrainMetrics, TrainStep
 
@@ -59,40 +54,20 @@ class StepTotals(msgspec.Struct):
     learning_rate: float = 0.0
 
 
-class LearnerParts(NamedTuple):
-    """What is trained and what it is run with."""
-
-    model: Any
-    """With gradient buffers."""
-
-    optimizer: Any
-    policy: Pipeline
-    reference: Pipeline | None
-    """The KL reference; None without a KL term."""
-
-    arrangement: Arrangement
-
-
 class Learner:
     """Turns policy v(k-1) into v(k). Every rank calls it with its own shard, in step."""
 
     def __init__(
         self,
         config: RunConfig,
-        architecture: Architecture,
         world: World,
-        parts: LearnerParts,
+        backend: TrainBackend,
         beat: Callable[[int, str], None],
     ) -> None:
         self.progress = Progress()
         self._config = config
-        self._architecture = architecture
         self._world = world
-        self._model = parts.model
-        self._optimizer = parts.optimizer
-        self._policy = parts.policy
-        self._reference = parts.reference
-        self._arrangement = parts.arrangement
+        self._backend = backend
         self._beat = beat
         self._objective = objective(
             config.algorithm, temperature=config.rollout.temperature, top_p=config.rollout.top_p
@@ -114,7 +89,7 @@ class Learner:
             raise InvariantError(
                 f"asked for step {command.step} when {self.progress.step + 1} is next"
             )
-        seed_everything(self._config.control.seed, command.step)
+        self._backend.seed(self._config.control.seed, command.step)
         totals = StepTotals()
         shards = [self._decode(index, command) for index in range(len(command.mini_batches))]
         began_at = clock.monotonic()
@@ -134,7 +109,7 @@ class Learner:
             command.mini_batches[index],
             aggregation=self._config.algorithm.loss_agg_mode,
             horizon_tokens=self._config.rollout.max_new_tokens,
-            vocab_size=self._architecture.vocab_size,
+            vocab_size=self._backend.vocab_size,
         )
 
     def _prepare(
@@ -156,12 +131,11 @@ class Learner:
         return [self._with_reference(*pair) for pair in zip(shards, prepared, strict=True)]
 
     def _split(self, shard: Sequence[SampleArrays], rows: int) -> list[MicroBatch]:
-        batches = micro_batches(shard, rows=rows, arrangement=self._arrangement)
-        if self._world.sizes.expert > 1:
-            # Experts are exchanged within a micro-batch: every rank must have as many.
+        batches = micro_batches(shard, rows=rows, arrangement=self._backend.arrangement)
+        if self._backend.passes_in_step:
             most = int(max_over_world(self._world, [float(len(batches))])[0])
             for _ in range(most - len(batches)):
-                batches += micro_batches([], rows=rows, arrangement=self._arrangement)
+                batches += micro_batches([], rows=rows, arrangement=self._backend.arrangement)
         return batches
 
     def _with_old_logprobs(
@@ -173,7 +147,7 @@ class Learner:
     ) -> list[list[MicroBatch]]:
         mismatch, result = 0.0, []
         for shard, batches in zip(shards, prepared, strict=True):
-            of_sample = self._score(self._policy, shard, "recompute")
+            of_sample = self._score(self._backend, shard, "recompute")
             if not of_sample:
                 result.append(list(batches))
                 continue
@@ -187,19 +161,19 @@ class Learner:
     def _with_reference(
         self, shard: Sequence[SampleArrays], batches: Sequence[MicroBatch]
     ) -> list[MicroBatch]:
-        if self._reference is None:
+        if self._backend.reference is None:
             return list(batches)
-        of_sample = self._score(self._reference, shard, "reference")
+        of_sample = self._score(self._backend.reference, shard, "reference")
         if not of_sample:
             return list(batches)
         return [b._replace(reference_logprobs=gathered(of_sample, b)) for b in batches]
 
     def _score(
-        self, pipeline: Pipeline, shard: Sequence[SampleArrays], phase: str
+        self, scorer: Scorer, shard: Sequence[SampleArrays], phase: str
     ) -> list[torch.Tensor]:
         """Logprobs [n] of each sample on the last stage; nothing on other stages."""
         batches = self._split(shard, self._config.training.recompute_micro_batch_size)
-        scores = pipeline.logprobs(batches, sampling=self._sampling, beat=self._beater(phase))
+        scores = scorer.logprobs(batches, sampling=self._sampling, beat=self._beater(phase))
         return scattered(scores, batches, len(shard)) if scores else []
 
     def _train_mini_batch(
@@ -208,9 +182,7 @@ class Learner:
         if num_tokens == 0:
             totals.num_skipped += 1
             return
-        self._model.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        sums = self._policy.forward_backward(
+        sums = self._backend.forward_backward(
             batches,
             partial(policy_loss, objective=self._objective),
             sampling=self._sampling,
@@ -244,7 +216,7 @@ class Learner:
         )
         norm, is_taken = float("nan"), False
         if isfinite(loss):
-            norm, is_taken = step_if_finite(self._optimizer, learning_rate=rate)
+            norm, is_taken = self._backend.step_if_finite(learning_rate=rate)
         totals.grad_norm, totals.learning_rate = norm, rate
         if is_taken:
             totals.num_taken += 1

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from libra.trainer.architecture import Architecture
+from libra.trainer.backend import HfTensor
 
 VOCAB_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this whatever the layout, so that a checkpoint fits
@@ -23,19 +24,12 @@ Kind = Literal["replicated", "rows", "columns", "qkv", "gate_up", "vocabulary"]
 query, key and value interleaved by group; along 0 in two halves; along 0 after padding."""
 
 
-class SourceTensor(msgspec.Struct, frozen=True):
-    """A tensor of the checkpoint."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
 class Rule(msgspec.Struct, frozen=True):
     """One Megatron parameter, named as on a rank that holds all layers and all experts."""
 
     parameter: str
     kind: Kind
-    sources: tuple[SourceTensor, ...]
+    sources: tuple[HfTensor, ...]
     expert: int | None = None
     """Index of the expert it belongs to; None for what every rank of a stage has."""
 
@@ -48,7 +42,7 @@ def padded_vocab_size(architecture: Architecture, tensor_size: int) -> int:
 
 def embedding_rule(architecture: Architecture) -> Rule:
     shape = (architecture.vocab_size, architecture.hidden_size)
-    source = SourceTensor("model.embed_tokens.weight", shape)
+    source = HfTensor("model.embed_tokens.weight", shape)
     return Rule("embedding.word_embeddings.weight", "vocabulary", (source,))
 
 
@@ -56,11 +50,11 @@ def output_rule(architecture: Architecture) -> Rule:
     """Return the head's rule; with tied embeddings it is made of the embedding's tensor."""
     shape = (architecture.vocab_size, architecture.hidden_size)
     name = "model.embed_tokens.weight" if architecture.has_tied_embeddings else "lm_head.weight"
-    return Rule("output_layer.weight", "vocabulary", (SourceTensor(name, shape),))
+    return Rule("output_layer.weight", "vocabulary", (HfTensor(name, shape),))
 
 
 def final_norm_rule(architecture: Architecture) -> Rule:
-    source = SourceTensor("model.norm.weight", (architecture.hidden_size,))
+    source = HfTensor("model.norm.weight", (architecture.hidden_size,))
     return Rule("decoder.final_layernorm.weight", "replicated", (source,))
 
 
@@ -75,7 +69,7 @@ def _layer_rule(
     return Rule(
         f"decoder.layers.{layer}.{parameter}",
         kind,
-        tuple(SourceTensor(f"model.layers.{layer}.{name}", shape) for name, shape in sources),
+        tuple(HfTensor(f"model.layers.{layer}.{name}", shape) for name, shape in sources),
     )
 
 

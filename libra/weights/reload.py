@@ -169,10 +169,18 @@ class ReloadBatch:
     def on_lost(
         self, instance: InstanceId, incarnation: Incarnation, *, now: float
     ) -> tuple[Command, ...]:
-        """Take note that a process ended unasked, or that the request could not be delivered."""
+        """Take note that a process ended unasked."""
         if self.is_settled or not self._concerns(instance, incarnation):
             return ()
         return (self._quarantine(instance, "its process was lost"), *self._advance(now))
+
+    def on_undelivered(
+        self, instance: InstanceId, reason: str, *, now: float
+    ) -> tuple[Command, ...]:
+        """Take note that no ACK will come: the request or its answer did not get through."""
+        if self.is_settled or self._state_of.get(instance) != "asked":
+            return ()
+        return (self._quarantine(instance, reason), *self._advance(now))
 
     def on_left(self, instance: InstanceId, *, now: float) -> tuple[Command, ...]:
         """Take note of a planned removal: drained or stopped by our own decision."""

@@ -137,6 +137,7 @@ class Bed:
                     rollouts=PlayedRollouts(self, tasks),
                     routing=NoRouting(),
                     records=RecordsWriter(self.directory),
+                    judge=lambda command: lambda: command.record,
                 ),
                 tasks=tasks,
                 post=self.inbox.post,
@@ -243,7 +244,7 @@ class PlayedRollouts:
 class NoRouting:
     """`libra_supervisor.ports.Routing` that nobody asks."""
 
-    def know(self, *_what: object) -> None: ...
+    def know(self, *_what: object, is_planned: bool = False) -> None: ...
 
     def serve(self, *_what: object) -> None: ...
 

@@ -32,7 +32,7 @@ from weight_dirs import describe_version
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 METHODS, STRATEGIES = ("inplace", "restart"), ("parallel", "serial")
-STREAM = Sampling(max_new_tokens=900, seed=5)
+STREAM = Sampling(max_new_tokens=480, seed=5)
 RELOAD_AFTER_S = 0.4
 POLL_S = 0.1
 
@@ -62,7 +62,7 @@ def config_of(model: Path, count: int, method: str, strategy: str) -> RunConfig:
         f"model_path={model.resolve()}",
         f"rollout_gpus={count}",
         f"heterogeneous_rollout.instances=[{{tp: 1, count: {count}}}]",
-        "max_model_len=1024",
+        "max_model_len=512",
         f"rollout_weight_reload_method={method}",
         f"rollout_weight_reload_strategy={strategy}",
     )

@@ -3,7 +3,7 @@
 `at` is seconds on the event loop's clock.
 """
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -156,6 +156,16 @@ class GangReady(msgspec.Struct, frozen=True, tag=True):
     num_parameters: int
 
 
+class ProbeJudged(msgspec.Struct, frozen=True, tag=True):
+    """What follows from the recompute probe of `attempt`."""
+
+    attempt: int
+    verdict: Literal["kept", "replaced", "impossible"]
+    """The plan holds; another one is ready; there is none."""
+
+    message: str
+
+
 class RankSaid(msgspec.Struct, frozen=True, tag=True):
     """One rank's message; those of an attempt that has ended are ignored."""
 
@@ -277,6 +287,7 @@ Event: TypeAlias = (
     | CheckpointChosen
     | GangReady
     | RankSaid
+    | ProbeJudged
     | GangLost
     | GangGaveUp
     | InstanceAnswered

@@ -162,9 +162,9 @@ def rates(trainer, lengths: list[int], wall_s: float, world) -> dict[str, object
     """Of a step over sequences of these lengths on each data-parallel rank."""
     import torch
 
-    architecture, copies = trainer.architecture, world.sizes.data
+    architecture, copies = trainer.backend.architecture, world.sizes.data
     tokens = sum(lengths) * copies
-    parameters = trainer.num_parameters * world.sizes.tensor
+    parameters = trainer.backend.num_parameters * world.sizes.tensor
     attention = 6 * architecture.num_layers * architecture.num_heads * architecture.head_dim
     flops = 6 * parameters * tokens + attention * sum(n**2 for n in lengths) * copies
     return {
@@ -227,20 +227,22 @@ def bare(config, world, steps) -> dict[str, object]:
     trainer = assemble(config, world, beat=lambda *_: None)
     lengths, row = lengths_of(steps[-1]), 4096
     num_rows = max(1, round(sum(lengths) / row))
-    ids = torch.randint(0, trainer.architecture.vocab_size, (num_rows, row), device=world.device)
+    ids = torch.randint(
+        0, trainer.backend.architecture.vocab_size, (num_rows, row), device=world.device
+    )
     packing = Packing(positions=torch.arange(row, device=world.device), longest=row)
     # As many tokens in a pass as a micro-batch of the step has.
     tokens_per_pass = config.training.micro_batch_size * statistics.mean(lengths)
 
     def step(_number: int) -> None:
-        trainer.model.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
+        trainer.backend.model.zero_grad_buffer()
+        trainer.backend.optimizer.zero_grad()
         for part in ids.split(max(1, round(tokens_per_pass / row))):
-            logits = trainer.model(part, packing.positions, None, packed_seq_params=packing)
+            logits = trainer.backend.model(part, packing.positions, None, packed_seq_params=packing)
             loss = tensor_parallel.vocab_parallel_cross_entropy(logits.float().contiguous(), part)
             (loss.sum() / ids.numel()).backward()
-        trainer.model.finish_grad_sync()
-        step_if_finite(trainer.optimizer, learning_rate=1e-6)
+        trainer.backend.model.finish_grad_sync()
+        step_if_finite(trainer.backend.optimizer, learning_rate=1e-6)
 
     return rates(trainer, [row] * num_rows, median_s(step), world)
 

@@ -1,11 +1,13 @@
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from control_world import PROBE_LOGPROBS, RandomWorld
 from libra.ids import ChildId, InstanceId
+from libra.wire.rank import AcksJudged
 from libra_supervisor import events
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.cycle import Phase
@@ -336,10 +338,12 @@ def test_a_reload_on_demand_brings_the_committed_version_once_more_and_disturbs_
     rng = Random(9)
     world = started(total_steps=6)
     run_until(world, rng, lambda w: w.control.cycle.step == 2)
-    run_until(world, rng, lambda w: w.control.cycle.phase is Phase.COLLECTING)
+    world.is_held = lambda event: isinstance(event, events.SampleStarted)
+    run_until(world, rng, lambda w: w.control.publication.committed == 2)
     num_reloads, committed = len(world.reloads), world.control.publication.committed
     world.post(events.ReloadRequested())
     run_until(world, rng, lambda w: len(w.reloads) > num_reloads)
+    world.is_held = lambda event: False
     again = world.reloads[num_reloads].record
     assert again.is_catch_up
     assert again.policy_version == committed
@@ -355,7 +359,7 @@ def test_a_version_that_no_engine_lived_to_prove_is_tried_again_with_their_repla
     rng = Random(10)
     world = started(total_steps=5, num_instances=1)
     run_until(world, rng, lambda w: w.control.cycle.step == 2)
-    run_until(world, rng, lambda w: w.control.cycle.phase is Phase.RELOADING)
+    run_until(world, rng, lambda w: w.control.publication.waiting_for == (A,))
     world.kill_process(A)
     assert world.ended is None
     world.run(rng)
@@ -371,7 +375,6 @@ def test_a_version_that_fails_everywhere_three_times_ends_the_run():
     world = started(total_steps=5, num_instances=1)
     run_until(world, rng, lambda w: w.control.cycle.phase is Phase.COLLECTING)
     for _ in range(3):
-        run_until(world, rng, lambda w: w.control.cycle.phase is Phase.RELOADING)
         run_until(world, rng, lambda w: w.control.publication.waiting_for == (A,))
         run_until(world, rng, lambda w: any(r.instance_id == A for r in reload_answers(w)))
         world.kill_process(A)
@@ -397,3 +400,133 @@ def test_a_drained_engine_is_unrouted_at_once_and_routed_to_again_when_undrained
     assert world.ended.exit_code == 0
     assert A not in world.routes, "reloads do not bring it back"
     assert world.processes[A].version == 3
+
+
+def is_reload_answer(event: object) -> bool:
+    return isinstance(event, events.ReloadAnswered)
+
+
+def is_verdict(event: object) -> bool:
+    return isinstance(event, events.RankSaid) and isinstance(event.event, AcksJudged)
+
+
+def run_until_stuck(world: RandomWorld, rng: Random) -> None:
+    while world.step(rng):
+        pass
+
+
+@pytest.mark.parametrize("held", [is_reload_answer, is_verdict])
+def test_the_trainer_trains_the_next_batch_while_engines_load_and_waits_before_it_publishes(held):
+    rng = Random(12)
+    world = started(total_steps=5, offpolicyness=1)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    world.is_held = held
+    run_until_stuck(world, rng)
+    assert [step for _, step, _ in world.trained] == [1, 2]
+    assert world.trained_while_publishing[-1] == 2
+    assert world.published[-1] == (1, 1)
+    assert world.control.cycle.phase is Phase.SETTLING
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert [version for _, version in world.published] == [0, 1, 2, 3, 4, 5]
+    assert world.written[1].record.publish_wait_s > 0
+
+
+def test_with_no_slack_the_trainer_cannot_go_ahead_of_the_engines():
+    rng = Random(13)
+    world = started(total_steps=3, offpolicyness=0)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    world.is_held = is_reload_answer
+    run_until_stuck(world, rng)
+    assert [step for _, step, _ in world.trained] == [1]
+    assert world.control.cycle.phase is Phase.COLLECTING
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert {lag for _, _, lag in world.trained} == {0}
+    assert {w.record.publish_wait_s for w in world.written} == {0.0}
+
+
+def test_weights_trained_past_a_version_that_disagrees_are_never_published():
+    rng = Random(14)
+    wrong = []
+    world = started(
+        total_steps=9, probe_logprobs_of=lambda i: (-1.0, -9.0) if wrong else PROBE_LOGPROBS
+    )
+    run_until(world, rng, lambda w: w.publishing == 2)
+    wrong.append(True)
+    world.is_held = lambda event: isinstance(event, events.ExportChecked)
+    run_until_stuck(world, rng)
+    world.is_held = is_verdict
+    run_until_stuck(world, rng)
+    assert [step for _, step, _ in world.trained] == [1, 2, 3]
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 6
+    assert world.published[-1] == (1, 2)
+
+
+def test_a_broken_export_ends_the_run_though_the_trainer_went_on():
+    rng = Random(15)
+    world = started(total_steps=9)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    world.is_held = lambda event: isinstance(event, events.ExportChecked)
+    run_until_stuck(world, rng)
+    (checked,) = (e for e in world.pending if isinstance(e, events.ExportChecked))
+    world.pending.remove(checked)
+    served = dict(world.routes)
+    world.post(msgspec.structs.replace(checked, error="model.safetensors is missing"))
+    assert world.ended is not None
+    assert world.ended.exit_code == 4
+    assert "model.safetensors is missing" in world.ended.reason
+    # No engine was asked for it.
+    assert set(served.values()) == {0}
+    assert {process.version for process in world.processes.values()} == {0}
+
+
+def test_the_run_ends_only_when_the_last_version_is_committed():
+    rng = Random(16)
+    world = started(total_steps=2)
+    run_until(world, rng, lambda w: w.publishing == 2)
+    world.is_held = is_reload_answer
+    run_until_stuck(world, rng)
+    assert world.ended is None
+    assert 2 in world.checkpoints
+    assert world.control.cycle.phase is Phase.SETTLING
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert set(world.routes.values()) == {2}
+
+
+def test_a_gang_lost_while_engines_load_publishes_its_checkpoint_anew():
+    rng = Random(17)
+    world = started(total_steps=4, save_interval=1)
+    run_until(world, rng, lambda w: w.publishing == 2)
+    world.is_held = is_reload_answer
+    run_until_stuck(world, rng)
+    world.lose_gang()
+    assert world.routes == {}
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert next(v for attempt, v in world.published if attempt == 2) == 2
+    assert any(said.event == "ack_refused" for said in world.said)
+
+
+def test_a_reload_on_demand_is_refused_while_a_version_is_being_checked():
+    rng = Random(18)
+    world = started(total_steps=3)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    world.is_held = lambda event: isinstance(event, events.ExportChecked)
+    run_until_stuck(world, rng)
+    num_reloads = len(world.reloads)
+    world.post(events.ReloadRequested())
+    assert world.said[-1].event == "reload_refused"
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert not any(w.record.is_catch_up for w in world.reloads[num_reloads:])

@@ -96,7 +96,7 @@ class Process(msgspec.Struct, kw_only=True):
 class World:
     """Two engines and a gang, driven by `control`'s commands."""
 
-    def __init__(  # noqa: PLR0913 - each is a knob of a scenario
+    def __init__(  # noqa: PLR0913, PLR0915 - each is a knob of a scenario, or a part of the truth
         self,
         *,
         total_steps: int | None = 4,
@@ -107,6 +107,7 @@ class World:
         min_rollout_gpus: int = 1,
         epochs: int | None = None,
         reload_method: ReloadMethod = "inplace",
+        num_probes: int = 0,
         probe_logprobs_of: Callable[[InstanceId], tuple[float, ...]] = lambda _: PROBE_LOGPROBS,
     ) -> None:
         self.now = 0.0
@@ -125,8 +126,22 @@ class World:
         self.said: list[commands.Say] = []
         self.known: list[commands.KnowInstance] = []
         self.ended: commands.EndRun | None = None
+        self.replaced: commands.ChangePlan | None = None
+        self.judged: list[commands.JudgeProbe] = []
         self.attempt = 0
         self.gang_version: PolicyVersion | None = None
+        self.gang_is_busy = False
+        """Ranks do one thing after another, except that rank 0 judges ACKs at any time."""
+
+        self.publishing: PolicyVersion | None = None
+        """From the order to write it to the committed batch."""
+
+        self.trained_while_publishing: list[int] = []
+        """Steps whose batch was sent while a publication was open."""
+
+        self.published: list[tuple[int, PolicyVersion]] = []
+        """(attempt, version) of every export ordered."""
+
         self.open_groups: dict[GroupId, AdmittedGroup] = {}
         self.offpolicyness = offpolicyness
         self._births = 0
@@ -161,7 +176,11 @@ class World:
             pool=pool,
             desk=RolloutDesk(limits, ListCursor(epochs=epochs)),
             publication=Publication(terms, pool),
-            policy=Policy(min_rollout_gpus=min_rollout_gpus, publishes=sync_interval > 0),
+            policy=Policy(
+                min_rollout_gpus=min_rollout_gpus,
+                publishes=sync_interval > 0,
+                num_probes=num_probes,
+            ),
         )
 
     def boot(self) -> None:
@@ -174,6 +193,8 @@ class World:
         self.now += 0.01
         if isinstance(event, events.RankSaid) and isinstance(event.event, CheckpointSaved):
             self.checkpoints[event.event.step] = self.saving[event.event.step]
+        if isinstance(event, events.RankSaid) and self._ends_work(event.event):
+            self.gang_is_busy = False
         for command in self.control.on_event(event, Moment(self.now, int(self.now * 1e9))):
             self._carry_out(command)
 
@@ -202,7 +223,8 @@ class World:
 
     def lose_gang(self) -> None:
         self.pending = [e for e in self.pending if not isinstance(e, events.RankSaid)]
-        self.gang_version = None
+        self.gang_version = self.publishing = None
+        self.gang_is_busy = False
         self.post(events.GangLost(self.attempt, "rank 1 killed by SIGKILL"))
         if self.ended is None:
             self.start_gang()
@@ -262,7 +284,10 @@ class World:
             case commands.PrepareExport(attempt, version):
                 assert attempt == self.attempt
                 assert version == self.gang_version
-                self._rank_says(
+                assert self.publishing is None, "two publications at once"
+                self.publishing = version
+                self.published.append((attempt, version))
+                self._work(
                     WeightsExported(
                         version, f"/w/v{version}", f"hash-{self.attempt}-{version}",
                         PROBE_LOGPROBS, 0.1,
@@ -304,20 +329,42 @@ class World:
                 self._drop_samples(set(self.open_groups))
             case commands.WriteStep():
                 self.written.append(command)
-            case commands.WriteReload():
+            case commands.WriteReload(record):
                 self.reloads.append(command)
+                if record.outcome == "committed" and not record.is_catch_up:
+                    assert record.policy_version == self.publishing
+                    self.publishing = None
             case commands.Say():
                 self.said.append(command)
             case commands.EndRun():
                 assert self.ended is None
                 self.ended = command
+            case commands.JudgeProbe():
+                self.judged.append(command)
+            case commands.ChangePlan():
+                self.replaced = command
             case commands.KnowInstance():
                 self.known.append(command)
             case commands.RetireVersions():
                 pass
 
+    def _work(self, said) -> None:
+        """Rank 0 is busy until it says so."""
+        assert not self.gang_is_busy, "the ranks were given work while they had some"
+        self.gang_is_busy = True
+        self._rank_says(said)
+
     def _rank_says(self, said) -> None:
         self.pending.append(events.RankSaid(self.attempt, said))
+
+    def _ends_work(self, said) -> bool:
+        match said:
+            case StepTrained(metrics=metrics):
+                return metrics is not None
+            case WeightsExported() | CheckpointSaved():
+                return True
+            case _:
+                return False
 
     def _judge(self, request: ReloadRequest, acks: tuple[ReloadAck, ...]) -> AcksJudged:
         return judge_acks(
@@ -331,7 +378,9 @@ class World:
         lags = [consumed_at - t.oldest_version for g in groups for t in g.trajectories]
         self.trained.append((self.attempt, step, max(lags)))
         self.gang_version = PolicyVersion(step)
-        self._rank_says(StepTrained(0, step, METRICS))
+        if self.publishing is not None:
+            self.trained_while_publishing.append(step)
+        self._work(StepTrained(0, step, METRICS))
         self._rank_says(StepTrained(1, step, None))
 
     def _reload(self, instance_id, incarnation, request: ReloadRequest) -> None:
@@ -342,11 +391,22 @@ class World:
             )
             return
         if self._reload_method == "restart":
+            self._supersede(instance_id)
             self.pending.append(_Replace(instance_id, incarnation, request))
             return
         process.version = request.policy_version
         process.manifest_hash = request.manifest_hash
         self._acknowledge(instance_id, incarnation, request)
+
+    def _supersede(self, instance_id: InstanceId) -> None:
+        """The newest request decides what the next process starts from."""
+        for wanted in list(self.pending):
+            if isinstance(wanted, _Replace) and wanted.instance_id == instance_id:
+                self.pending.remove(wanted)
+                answer = events.ReloadAnswered(
+                    instance_id, wanted.incarnation, wanted.request.nonce, None, "superseded"
+                )
+                self.pending.append(answer)
 
     def replace_for_reload(self, wanted: "_Replace", *, is_asked_for: bool = True) -> None:
         """End the process and start another from the version, which acknowledges."""
@@ -456,6 +516,12 @@ class RandomWorld(World):
     is_disk_stuck = False
     """Checkpoints are begun and do not get done."""
 
+    @staticmethod
+    def is_held(event: object) -> bool:
+        """Replace it to keep events of a kind from happening."""
+        del event
+        return False
+
     def step(self, rng: Random) -> bool:
         if self.ended is not None or not self.pending:
             return False
@@ -482,6 +548,8 @@ class RandomWorld(World):
     def _can_happen(self, event: object) -> bool:
         if isinstance(event, events.RankSaid) and isinstance(event.event, CheckpointSaved):
             return not self.is_disk_stuck
+        if self.is_held(event):
+            return False
         if not isinstance(event, _Generate):
             return True
         has_started = not any(

@@ -64,7 +64,7 @@ def step(number: int, *, train_s: float = 2.0):
     groups = (CompleteGroup(admitted, tuple(made)),)
     book.on_batch_taken(number, groups, PolicyVersion(number - 1), Moment(12.0, 2))
     metrics = msgspec.structs.replace(METRICS, train_s=train_s, peak_memory_bytes=10**11)
-    book.on_trained(metrics, Moment(14.0, 3))
+    book.on_trained(metrics)
     book.on_exported(0.5)
     book.on_reload_begun(Moment(14.5, 4))
     book.on_reloaded(Moment(15.0, 5))

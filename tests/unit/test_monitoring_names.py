@@ -1,61 +1,32 @@
 import json
 import re
 from pathlib import Path
-from random import Random
 
 import anyio
 import pytest
 import yaml
+from prometheus_client import generate_latest
 
-from control_world import RandomWorld
-from libra.planner.search import plan
-from libra.wire.api import StatusSnapshot
-from libra_supervisor.app.collector import RunCollector
-from libra_supervisor.app.forecaster import Forecaster
-from libra_supervisor.instances.serving_meter import ServingMeter
-from libra_supervisor.loop.stall import StallMeter
-from planner_cases import grp_config
+from metrics_source import trained_collector, trained_registry
 
 MONITORING = Path(__file__).resolve().parents[2] / "configs" / "monitoring"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
 METRIC = re.compile(r"\blibra_[a-z0-9_]+")
 
 
-async def collected(collector):
+def collected():
     """The page reads the event loop's clock, as it is read inside one."""
-    return list(collector.collect())
+
+    async def collect():
+        return list(trained_collector().collect())
+
+    return anyio.run(collect)
 
 
 @pytest.fixture
 def exported():
     """Names on the metrics page of a run that has trained a step and dropped something."""
-    world = RandomWorld()
-    world.boot()
-    world.run(Random(0))
-    status = StatusSnapshot(
-        run_id="r",
-        run_directory="/r",
-        pid=1,
-        phase="training",
-        step=1,
-        total_steps=None,
-        policy_version=1,
-        waiting_for="",
-        reward_mean=None,
-        num_running=0,
-        num_buffered=0,
-        uptime_s=1.0,
-        eta_s=None,
-        plan="",
-        children=(),
-        oldest_wait="",
-    )
-    config = grp_config(planner={"initial_allocation_strategy": "configured"})
-    forecaster = Forecaster(
-        config, plan(config).plan, book=None, store=None, meter=ServingMeter({})
-    )
-    stalls = StallMeter()
-    collector = RunCollector(world.control, lambda: status, stalls, forecaster)
-    families = anyio.run(collected, collector)
+    families = collected()
     return {name for family in families for name in (family.name, f"{family.name}_total")}
 
 
@@ -93,3 +64,33 @@ def test_no_two_panels_of_the_dashboard_overlap():
     ]
     assert len(places) == len(set(places))
     assert max(x for x, _ in places) < 24
+
+
+def test_the_documented_table_is_the_page():
+    """Every series with its type and labels, and no other."""
+    table = re.findall(
+        r"^\| `(libra_\w+)` \| (\w+) \| ([^|]*) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    documented = {name: (kind, labels.replace("`", "").strip()) for name, kind, labels in table}
+    exported = {}
+    for family in collected():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = {label for sample in family.samples for label in sample.labels}
+        exported[name] = (family.type, ", ".join(sorted(labels)))
+    assert documented == exported
+
+
+def test_prometheus_own_library_reads_the_page_and_every_name_has_its_unit():
+    async def read():
+        return generate_latest(trained_registry()).decode()
+
+    page = anyio.run(read)
+    names = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
+    assert names
+    units = ("_seconds", "_total", "_bytes", "_fraction", "_ratio", "_per_second")
+    counts = {
+        "libra_step", "libra_policy_version", "libra_instances", "libra_trajectories_running",
+        "libra_trajectories_buffered", "libra_reward_mean", "libra_kl_mismatch",
+        "libra_staleness_versions_mean",
+    }  # fmt: skip
+    assert {name for name in names if not name.endswith(units)} == counts

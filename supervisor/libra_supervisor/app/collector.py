@@ -16,6 +16,7 @@ from libra.wire.api import StatusSnapshot
 from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.loop.control import Control
 from libra_supervisor.loop.stall import StallMeter
+from libra_supervisor.records.trackers import Trackers
 
 
 class RunCollector(Collector):
@@ -27,11 +28,13 @@ class RunCollector(Collector):
         status: Callable[[], StatusSnapshot],
         stalls: StallMeter,
         forecaster: Forecaster,
+        trackers: Trackers,
     ) -> None:
         self._control = control
         self._status = status
         self._stalls = stalls
         self._forecaster = forecaster
+        self._trackers = trackers
 
     def collect(self) -> Iterator[Metric]:
         status, control = self._status(), self._control
@@ -55,6 +58,14 @@ class RunCollector(Collector):
         )
         yield from self._of_last_step()
         yield from self._of_forecast()
+        missed = CounterMetricFamily(
+            "libra_tracker_missed_steps",
+            "Steps that a tracker dropped or failed to keep.",
+            labels=["tracker"],
+        )
+        for tracker in self._trackers.all:
+            missed.add_metric([tracker.name], tracker.num_dropped + tracker.num_failed)
+        yield missed
         dropped = CounterMetricFamily(
             "libra_trajectories_dropped", "Dropped since the run began.", labels=["reason"]
         )
@@ -88,7 +99,16 @@ class RunCollector(Collector):
             ("libra_step_seconds", "Wall time of the newest step.", last.step_s),
             ("libra_train_seconds", "Its training part.", last.train_s),
             ("libra_rollout_wait_seconds", "Its wait for rollouts.", last.rollout_wait_s),
-            ("libra_reload_seconds", "Its weight reload.", last.reload_s),
+            (
+                "libra_reload_seconds",
+                "The weight reload that was settled in it, beside training.",
+                last.reload_s,
+            ),
+            (
+                "libra_publish_wait_seconds",
+                "How long the trainer stood still for a weight reload.",
+                last.publish_wait_s,
+            ),
         ):
             yield GaugeMetricFamily(name, text, value)
 

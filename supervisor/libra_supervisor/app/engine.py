@@ -69,13 +69,19 @@ class Timings(msgspec.Struct, frozen=True):
 
 
 class Replacement:
-    """A planned change of process on its way."""
+    """A planned change of process on its way: the next one starts from `directory`."""
 
-    def __init__(self, *, begun_at: float) -> None:
+    def __init__(self, directory: Path, *, begun_at: float) -> None:
+        self.directory = directory
         self._begun_at = begun_at
         self.stopped_at = begun_at
         self.ready_at = begun_at
-        self.is_ready = anyio.Event()
+        self.is_superseded = False
+        self.is_over = anyio.Event()
+
+    def supersede(self) -> None:
+        self.is_superseded = True
+        self.is_over.set()
 
     def timings(self) -> Timings:
         return Timings(self.stopped_at - self._begun_at, self.ready_at - self.stopped_at)
@@ -107,10 +113,6 @@ class Engine(ChildHooks):
         """As the process said it last; None before it did."""
 
         self.longest_reload_s = 0.0
-
-        self.next_directory: Path | None = None
-        """While a reload by restart goes on: the version that the next process starts from."""
-
         self._site = site
         self._scheduler = scheduler
         self._port = port
@@ -153,7 +155,7 @@ class Engine(ChildHooks):
         self._had_port = True
         server = self._server(incarnation, self._lease.port)
         await self._connect(server.base_url)
-        directory = self.next_directory or self._served_directory()
+        directory = self._next_directory()
         self.loading_directory = directory
         return server_spec(
             site.config,
@@ -179,11 +181,29 @@ class Engine(ChildHooks):
         await self._connect(facts["url"])
         self._had_port = True
 
-    async def replaced(self) -> Timings:
-        """Wait until another process than the present one is ready, and say how long it took."""
-        replacement = self._replacement = Replacement(begun_at=clock.now())
-        await replacement.is_ready.wait()
+    async def replaced(self, directory: Path) -> Timings:
+        """Wait until a process that has started from `directory` is ready; say how long it took.
+
+        The newest call decides from what the next process starts. Raises PeerError when that is
+        no longer this one.
+        """
+        if self._replacement is not None:
+            self._replacement.supersede()
+        replacement = self._replacement = Replacement(directory, begun_at=clock.now())
+        try:
+            await replacement.is_over.wait()
+        finally:
+            if self._replacement is replacement:
+                self._replacement = None
+        if replacement.is_superseded:
+            name = self.placement.instance_id
+            raise PeerError(f"{name} is being replaced by a process with newer weights")
         return replacement.timings()
+
+    def _next_directory(self) -> Path | None:
+        if self._replacement is not None:
+            return self._replacement.directory
+        return self._served_directory()
 
     async def until_ready(self, child: RunningChild) -> None:
         """Wait for the right process to answer and to do a forward pass: /health proves neither."""
@@ -197,11 +217,10 @@ class Engine(ChildHooks):
             await self._probe()
         # Else it is an adopted server whose reload was cut off: it refuses to answer until the
         # next reload, which has a probe of its own.
-        self.loading_directory = None
-        if self._replacement is not None:
+        loaded, self.loading_directory = self.loading_directory, None
+        if self._replacement is not None and self._replacement.directory == loaded:
             self._replacement.ready_at = clock.now()
-            self._replacement.is_ready.set()
-            self._replacement = None
+            self._replacement.is_over.set()
 
     async def until_stuck(self, child: RunningChild) -> str:
         supervision = self._site.config.supervision

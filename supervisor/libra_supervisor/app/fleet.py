@@ -153,12 +153,8 @@ class Fleet:
         `libra.serving.launch` compares the directory with its manifest before the engine loads it.
         """
         instance_id = engine.placement.instance_id
-        engine.next_directory = Path(request.weights_directory)
-        try:
-            self._supervisions[instance_id].restart()
-            timings = await engine.replaced()
-        finally:
-            engine.next_directory = None
+        self._supervisions[instance_id].restart()
+        timings = await engine.replaced(Path(request.weights_directory))
         state = await engine.client.state()
         request_id = RequestId(f"probe-{request.nonce}")
         probing_at = clock.now()

@@ -6,7 +6,7 @@ import structlog
 from msgspec.structs import replace
 
 from libra.config.run import RunConfig
-from libra.planner.calibration import Calibration, observe
+from libra.planner.calibration import Calibration, Observation, observe
 from libra.planner.forecast import (
     RunningPlan,
     StepSeen,
@@ -77,7 +77,9 @@ class Forecaster:
                     serving=serving,
                 )
                 record = self._completed(record, self.book, seen)
-                self.book = self._learned(self.book, seen)
+                self.book = self._learned(
+                    self.book, observations_of(self._running, self.book, seen)
+                )
             self.latest = record
             return record
 
@@ -101,8 +103,12 @@ class Forecaster:
             ),
         )
 
-    def _learned(self, book: Calibration, seen: StepSeen) -> Calibration:
-        observations = observations_of(self._running, book, seen)
+    def learn(self, observation: Observation) -> None:
+        """Take in what was measured outside of a step."""
+        if self.book is not None:
+            self.book = self._learned(self.book, (observation,))
+
+    def _learned(self, book: Calibration, observations: Sequence[Observation]) -> Calibration:
         if self._store is not None and not self._is_store_broken:
             try:
                 return self._store.add(

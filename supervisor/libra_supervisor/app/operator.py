@@ -215,13 +215,15 @@ class Operator:
 
 def waiting_for(control: Control) -> str:
     """Who waits for whom, as a sentence."""
-    sentence, saving_step = _waiting_for(control), control.cycle.saving_step
-    if saving_step is None or control.cycle.phase is Phase.SAVING:
-        return sentence
-    return f"{sentence}; the checkpoint of step {saving_step} is being written"
+    cycle, parts = control.cycle, [_of_trainer(control)]
+    if cycle.publishing is not None and cycle.phase not in (Phase.EXPORTING, Phase.SETTLING):
+        parts.append(f"engines load v{cycle.publishing}: {_loading(control)}")
+    if cycle.saving_step is not None and cycle.phase is not Phase.SAVING:
+        parts.append(f"the checkpoint of step {cycle.saving_step} is being written")
+    return "; ".join(parts)
 
 
-def _waiting_for(control: Control) -> str:
+def _of_trainer(control: Control) -> str:
     match control.cycle.phase:
         case Phase.STARTING:
             parts = [] if control.ready_step is not None else ["the trainer"]
@@ -230,9 +232,8 @@ def _waiting_for(control: Control) -> str:
             return f"waiting for {', '.join(parts) or 'nothing'} to come up"
         case Phase.EXPORTING:
             return "engines wait for the trainer to write weights"
-        case Phase.RELOADING:
-            names = ", ".join(control.publication.waiting_for) or "the trainer's verdict"
-            return f"the trainer waits for weight reloads: {names}"
+        case Phase.SETTLING:
+            return f"the trainer waits for weight reloads: {_loading(control)}"
         case Phase.COLLECTING:
             return "the trainer waits for rollouts"
         case Phase.TRAINING:
@@ -241,3 +242,10 @@ def _waiting_for(control: Control) -> str:
             return "the trainer writes a checkpoint"
         case Phase.STOPPED:
             return "stopping"
+
+
+def _loading(control: Control) -> str:
+    """Whom the open publication waits for."""
+    if control.publication.is_being_checked:
+        return "the files are being checked"
+    return ", ".join(control.publication.waiting_for) or "the trainer's verdict"

@@ -4,7 +4,8 @@ from libra import clock
 from libra.config.run import RunConfig
 from libra.ids import RunId
 from libra.models.architecture import architecture_of
-from libra.models.kv_capacity import GIB, RolloutMemory, kv_capacity_tokens
+from libra.models.kv_capacity import kv_capacity_tokens
+from libra.planner.cost_models import engine_memory
 from libra.planner.plan import Plan
 from libra.pools.pool import RolloutPool
 from libra.rollouts.accounts import LEASE_S, BufferLimits
@@ -41,7 +42,13 @@ def control_of(config: RunConfig, plan: Plan, prompts: Prompts, run_id: RunId) -
         pool=pool,
         desk=RolloutDesk(buffer_limits(config), prompts.cursor),
         publication=publication,
-        policy=Policy(min_rollout_gpus=min_rollout_gpus, publishes=publishes),
+        policy=Policy(
+            min_rollout_gpus=min_rollout_gpus,
+            publishes=publishes,
+            num_probes=plan.train.world_size
+            if config.global_resource_planner.memory_budget_dry_run_enabled
+            else 0,
+        ),
     )
 
 
@@ -68,13 +75,7 @@ def kv_capacity_by_tp(config: RunConfig, plan: Plan) -> dict[int, int]:
     """
     if config.hardware is None or config.model_arch is None:
         return {}
-    scheduling = config.heterogeneous_rollout.scheduling
-    memory = RolloutMemory(
-        device_bytes=config.hardware.memory_bytes,
-        utilization_fraction=config.rollout.gpu_memory_utilization,
-        activation_reserve_bytes=int(scheduling.kv_activation_reserve_gib * GIB),
-        kv_cache_bytes=config.rollout.rollout_kv_cache_bytes,
-    )
+    memory = engine_memory(config, config.hardware)
     num_bytes = BYTES_OF_DTYPE[rollout_dtype(config)]
     return {
         tp: kv_capacity_tokens(

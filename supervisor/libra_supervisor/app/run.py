@@ -8,10 +8,13 @@ from random import Random
 from typing import Final
 
 import anyio
+import anyio.to_thread
+from anyio.abc import TaskGroup
 from msgspec.structs import asdict
 
 from libra import clock
 from libra.ids import ChildId, RunId
+from libra.planner.probe import SwitchPlan
 from libra.rewards.loading import check_reward_name
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
@@ -24,9 +27,10 @@ from libra_supervisor.app.collector import RunCollector, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
-from libra_supervisor.app.launch import Launch, new_run_id, plan_in_words
+from libra_supervisor.app.launch import Launch, new_run_id, plan_in_words, replanned
 from libra_supervisor.app.operator import Facts, Operator
 from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
+from libra_supervisor.app.probe_judge import ProbeJudge
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import RankMail
 from libra_supervisor.app.recall import RunMemory, recorded_run_id
@@ -50,6 +54,7 @@ from libra_supervisor.process.logs import LogPolicy, LogRelay, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, Spawner, become_subreaper
 from libra_supervisor.ranks.gang import Gang
 from libra_supervisor.records.reader import last_attempt
+from libra_supervisor.records.tracker_backends import open_trackers
 from libra_supervisor.records.writer import RecordsWriter
 
 LOOPBACK: Final = "127.0.0.1"
@@ -74,7 +79,7 @@ async def run_to_end(launch: Launch, prompts: Prompts, display: Display) -> Outc
     try:
         check_reward_name(launch.config.data.reward)
         _log.info("run_begins", run_id=run_id, plan=plan_in_words(launch.plan))
-        outcome = await _supervised(launch, prompts, run_id, display)
+        outcome = await _until_planned_right(launch, prompts, run_id, display)
     except BaseException as error:  # noqa: BLE001 - the top of the program
         outcome = outcome_of(error)
         if outcome.exit_code == BUG:
@@ -84,7 +89,21 @@ async def run_to_end(launch: Launch, prompts: Prompts, display: Display) -> Outc
     return outcome
 
 
-async def _supervised(launch: Launch, prompts: Prompts, run_id: RunId, display: Display) -> Outcome:
+async def _until_planned_right(
+    launch: Launch, prompts: Prompts, run_id: RunId, display: Display
+) -> Outcome:
+    """Run; begin anew with another plan when the recompute probe shows that this one cannot be."""
+    while True:
+        outcome, switch = await _supervised(launch, prompts, run_id, display)
+        if switch is None:
+            return outcome
+        launch = await anyio.to_thread.run_sync(replanned, launch, switch)
+        _log.warning("run_planned_anew", plan=plan_in_words(launch.plan))
+
+
+async def _supervised(
+    launch: Launch, prompts: Prompts, run_id: RunId, display: Display
+) -> tuple[Outcome, SwitchPlan | None]:
     run = Run(launch, prompts, run_id, display)
     async with open_log_relay(
         launch.directory.root,
@@ -96,7 +115,8 @@ async def _supervised(launch: Launch, prompts: Prompts, run_id: RunId, display: 
             num_kept=launch.config.supervision.log_keep,
         ),
     ) as logs:
-        return await run.to_end(logs)
+        outcome = await run.to_end(logs)
+        return outcome, run.next_plan
 
 
 class Run:
@@ -113,7 +133,8 @@ class Run:
         self._control = control_of(launch.config, launch.plan, prompts, run_id)
         self._control.attempts_before = last_attempt(launch.directory.metrics)
         self._memory = RunMemory(launch.directory, run_id)
-        self._tracer = Tracer(_span_writer(launch, run_id))
+        self._spans = _span_writer(launch, run_id)
+        self._tracer = Tracer(self._spans)
         self._scheduler = Scheduler(
             launch.config.heterogeneous_rollout.scheduling,
             kv_capacity_by_tp=kv_capacity_by_tp(launch.config, launch.plan),
@@ -121,6 +142,13 @@ class Run:
         )
         self._stalls = StallMeter()
         self._outcome: Outcome | None = None
+        self._probe_judge: ProbeJudge | None = None
+        self._trackers = open_trackers(launch.config.tracing, launch.directory, run_id)
+
+    @property
+    def next_plan(self) -> SwitchPlan | None:
+        """What to go on with after `to_end`, because this plan did not fit."""
+        return None if self._probe_judge is None else self._probe_judge.next
 
     async def to_end(self, logs: LogRelay) -> Outcome:
         kernel = Linux()
@@ -131,6 +159,7 @@ class Run:
         fleet, gang = builder.fleet(self._served_directory), builder.gang()
         adopt = await self._take_over(fleet, logs, kernel)
         forecaster = builder.forecaster()
+        self._probe_judge = ProbeJudge(self._launch, learn=forecaster.learn)
         operator = self._operator(fleet, gang, forecaster)
         notifier = Notifier.from_environment(self._launch.environ)
         try:
@@ -148,15 +177,11 @@ class Run:
             ):
                 if port is not None:
                     _log.info("api_listens", host=self._config.api.api_host, port=port)
-                tasks.start_soon(self._memory.run)
-                tasks.start_soon(measure_stalls, self._stalls)
-                tasks.start_soon(notifier.keep_alive)
-                tasks.start_soon(self._tell_systemd, notifier, operator)
-                tasks.start_soon(self._show, operator)
+                self._start_rim(tasks, notifier, operator)
                 tasks.start_soon(self._hear_signals, fleet, gang)
                 fleet.start(tasks, adopt)
                 tasks.start_soon(gang.run)
-                await self._work(builder, fleet, gang, forecaster)
+                await self._work(builder, fleet, gang, forecaster, self._probe_judge)
                 self._display.show(operator.progress())
                 notifier.stopping("ending children")
                 await self._end_children(fleet, gang)
@@ -165,7 +190,17 @@ class Run:
             self._memory.save()
             self._memory.close()
             self._tracer.close()
+            with anyio.CancelScope(shield=True):  # bounded by the trackers themselves
+                await anyio.to_thread.run_sync(self._trackers.close)
         return self._outcome or Outcome(INTERRUPTED, "interrupted")
+
+    def _start_rim(self, tasks: TaskGroup, notifier: Notifier, operator: Operator) -> None:
+        """Start what tells others about the run and decides nothing."""
+        tasks.start_soon(self._memory.run)
+        tasks.start_soon(measure_stalls, self._stalls)
+        tasks.start_soon(notifier.keep_alive)
+        tasks.start_soon(self._tell_systemd, notifier, operator)
+        tasks.start_soon(self._show, operator)
 
     async def _take_over(
         self, fleet: Fleet, logs: LogRelay, kernel: Kernel
@@ -182,7 +217,12 @@ class Run:
         return {child_id: adoptee_of(record) for child_id, record in kept.items()}
 
     async def _work(
-        self, builder: Builder, fleet: Fleet, gang: Gang, forecaster: Forecaster
+        self,
+        builder: Builder,
+        fleet: Fleet,
+        gang: Gang,
+        forecaster: Forecaster,
+        probe_judge: ProbeJudge,
     ) -> None:
         """Until the end of the loop; rollouts and effects end here."""
         pool = builder.reward_pool()
@@ -196,8 +236,9 @@ class Run:
                     engines=fleet,
                     rollouts=runner,
                     routing=SchedulerRouting(self._scheduler, fleet),
-                    records=RecordsWriter(self._launch.directory),
+                    records=RecordsWriter(self._launch.directory, self._trackers),
                     judge=forecaster,
+                    judge_probe=probe_judge,
                 ),
                 tasks=work,
                 post=self.inbox.post,
@@ -256,7 +297,7 @@ class Run:
             token_file=token_file,
             spawner=spawner,
             scheduler=self._scheduler,
-            room=WaitingRoom(self._scheduler),
+            room=WaitingRoom(self._scheduler, spans=self._spans),
             inbox=self.inbox,
             rng=Random(f"{self._run_id} {clock.wall_ns()}"),  # noqa: S311 - jitter and names
             meter=ServingMeter({i.instance_id: i.tp for i in self._launch.plan.instances}),
@@ -287,7 +328,7 @@ class Run:
             scheduler=self._scheduler,
         )
         operator.registry = registry_of(
-            RunCollector(self._control, operator.status, self._stalls, forecaster)
+            RunCollector(self._control, operator.status, self._stalls, forecaster, self._trackers)
         )
         return operator
 
@@ -342,4 +383,11 @@ def _span_writer(launch: Launch, run_id: RunId) -> SpanWriter:
     tracing = launch.config.tracing
     directory = Path(tracing.phase_trace_dir or launch.directory.phase_trace)
     path = trace_path(directory, -1) if tracing.phase_trace_enabled else None
-    return SpanWriter(path, rank=-1, run_id=run_id, role="control")
+    return SpanWriter(
+        path,
+        rank=-1,
+        run_id=run_id,
+        role="control",
+        max_bytes=tracing.phase_trace_max_bytes,
+        num_kept=tracing.phase_trace_keep,
+    )

@@ -18,6 +18,8 @@ from libra.errors import (
     RejectedError,
 )
 from libra.scheduling.request import Refused, Reservation, Routed, RouteRequest, Ticket
+from libra.tracing.span import SpanWriter
+from libra_supervisor.gateway.request_trace import RequestTrace
 
 if TYPE_CHECKING:
     from libra.scheduling.scheduler import Scheduler
@@ -72,8 +74,10 @@ class Placement:
 class WaitingRoom:
     """Places for tasks. `run` must be alive for as long as anybody may wait."""
 
-    def __init__(self, scheduler: "Scheduler") -> None:
+    def __init__(self, scheduler: "Scheduler", *, spans: SpanWriter | None = None) -> None:
+        """`spans` gets each request's wait and its time on the instance."""
         self._scheduler = scheduler
+        self._trace = RequestTrace(spans)
         self._somebody_waits = anyio.Event()
 
     @asynccontextmanager
@@ -85,6 +89,7 @@ class WaitingRoom:
         or the deadline passes, DrainingError when the run is stopping.
         """
         reservation = await self._reserve(request)
+        routed = self._trace.on_placed(request, reservation)
         placement = Placement(self._scheduler, reservation)
         try:
             yield placement
@@ -95,6 +100,7 @@ class WaitingRoom:
         finally:
             if self._scheduler.is_open(reservation):
                 self._scheduler.cancel(reservation, clock.now())
+            self._trace.on_ended(routed)
 
     async def serve(self, request: RouteRequest, do: Callable[[Placement], Awaitable[T]]) -> T:
         """Place `request` and `do` it there; place it again when the engine refuses it as full.
@@ -140,7 +146,8 @@ class WaitingRoom:
         ticket.wake = woken.set
         self._somebody_waits.set()
         try:
-            await woken.wait()
+            with self._trace.waiting(ticket.request):
+                await woken.wait()
         except BaseException:
             # Cancelled, perhaps after a place was found: it must not stay taken.
             self._scheduler.abandon(ticket, clock.now())

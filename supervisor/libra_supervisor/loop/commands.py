@@ -7,7 +7,7 @@ import msgspec
 from libra.ids import GroupId, Incarnation, InstanceId, PolicyVersion
 from libra.rollouts.group import AdmittedGroup, CompleteGroup
 from libra.wire.instance import ReloadRequest
-from libra.wire.rank import RankCommand
+from libra.wire.rank import RankCommand, RecomputeProbed
 from libra_supervisor.loop.rollout_state import RolloutState
 from libra_supervisor.records.reload import ReloadRecord
 from libra_supervisor.records.step import StepRecord
@@ -130,6 +130,19 @@ class RetireVersions(msgspec.Struct, frozen=True, tag=True):
     pinned: frozenset[PolicyVersion]
 
 
+class JudgeProbe(msgspec.Struct, frozen=True, tag=True):
+    """Compare the recompute probe with the plan, in a thread; plan anew when it does not fit."""
+
+    attempt: int
+    probes: tuple[RecomputeProbed, ...]
+
+
+class ChangePlan(msgspec.Struct, frozen=True, tag=True):
+    """End everything that was started; the run begins anew with the plan that was made."""
+
+    reason: str
+
+
 class Say(msgspec.Struct, frozen=True, tag=True):
     """One line of the control log, with fields."""
 
@@ -163,6 +176,8 @@ Command: TypeAlias = (
     | WriteStep
     | WriteReload
     | RetireVersions
+    | JudgeProbe
+    | ChangePlan
     | Say
     | EndRun
 )

@@ -7,6 +7,7 @@ from typing import assert_never
 
 import msgspec
 
+from libra.errors import InfeasiblePlanError
 from libra.ids import InstanceId, PolicyVersion
 from libra.pools.member import MemberState
 from libra.pools.pool import RolloutPool
@@ -18,6 +19,7 @@ from libra.wire.rank import (
     ModelReady,
     RankEvent,
     RankFailed,
+    RecomputeProbed,
     SaveBegun,
     StepTrained,
     WeightsExported,
@@ -27,6 +29,7 @@ from libra_supervisor.loop import commands, cycle
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.cycle import Cycle, Phase
 from libra_supervisor.loop.moment import Moment
+from libra_supervisor.loop.probe_gate import ProbeGate
 from libra_supervisor.loop.publication import Publication
 from libra_supervisor.loop.rollout_desk import RolloutDesk
 from libra_supervisor.loop.step_book import StepBook
@@ -41,6 +44,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     min_rollout_gpus: int
     publishes: bool
     """False: `rollout_weight_sync_mode: none`."""
+
+    num_probes: int = 0
+    """Ranks that run a recompute probe before training; 0: none does."""
 
 
 class Control:
@@ -67,6 +73,7 @@ class Control:
         self.ready_step: int | None = None
         """The step that the gang holds; None while it is not ready."""
 
+        self._probe = ProbeGate(policy.num_probes)
         self.stop_exit_code = 0
         self.is_ending = False
         self._policy = policy
@@ -88,6 +95,7 @@ class Control:
             case (
                 events.CheckpointChosen()
                 | events.GangReady()
+                | events.ProbeJudged()
                 | events.GangLost()
                 | events.GangGaveUp()
             ):
@@ -160,18 +168,25 @@ class Control:
 
     def _on_gang(
         self,
-        event: events.CheckpointChosen | events.GangReady | events.GangLost | events.GangGaveUp,
+        event: events.CheckpointChosen
+        | events.GangReady
+        | events.ProbeJudged
+        | events.GangLost
+        | events.GangGaveUp,
         at: Moment,
     ) -> tuple[Command, ...]:
         match event:
             case events.CheckpointChosen():
                 self.attempt = event.attempt
+                self._probe.on_attempt(restored_step=event.step)
                 self.desk.rewind(event.rollout_state, PolicyVersion(event.step))
                 return ()
             case events.GangReady():
                 if event.attempt == self.attempt:
                     self.ready_step = event.step
                 return ()
+            case events.ProbeJudged():
+                return self._on_probe_judged(event)
             case events.GangLost():
                 return self._on_gang_lost(event, at)
             case events.GangGaveUp():
@@ -190,15 +205,31 @@ class Control:
         cancelled = commands.CancelAllGroups(event.reason)
         return (said, cancelled, *unrouted, *self._follow(self.cycle.on_gang_lost(), at))
 
+    def _on_probe_judged(self, event: events.ProbeJudged) -> tuple[Command, ...]:
+        if event.attempt != self.attempt:
+            return ()
+        said = commands.Say(
+            "recompute_probe", {"what": event.message}, is_warning=event.verdict != "kept"
+        )
+        match event.verdict:
+            case "kept":
+                self._probe.on_kept()
+                return (said,)
+            case "replaced":
+                return (said, commands.ChangePlan(event.message))
+            case "impossible":
+                return (commands.EndRun(InfeasiblePlanError.exit_code, event.message),)
+
     def _on_rank_said(self, said: RankEvent, at: Moment) -> tuple[Command, ...]:
         match said:
-            case WeightsExported():
+            case WeightsExported(policy_version=version):
                 self.book.on_exported(said.export_s)
-                return self.publication.on_exported(said)
+                check = self.publication.on_exported(said)
+                return (*check, *self._follow(self.cycle.on_exported(version, now=at.now), at))
             case StepTrained(metrics=metrics):
                 if metrics is None:
                     return ()
-                self.book.on_trained(metrics, at)
+                self.book.on_trained(metrics)
                 return self._follow(self.cycle.on_trained(said.step, now=at.now), at)
             case AcksJudged():
                 return self.publication.on_judged(said, at=at)
@@ -206,6 +237,9 @@ class Control:
                 fields: dict[str, object] = {"step": said.step, "save_s": round(said.save_s, 3)}
                 saved = commands.Say("checkpoint_saved", fields)
                 return (saved, *self._follow(self.cycle.on_saved(said.step, now=at.now), at))
+            case RecomputeProbed():
+                probes = self._probe.on_probed(said)
+                return () if probes is None else (commands.JudgeProbe(self.attempt, probes),)
             case Hello() | ModelReady() | Heartbeat() | SaveBegun() | RankFailed():
                 # The gang keeps these: identity, readiness, liveness and the first cause.
                 return ()
@@ -224,7 +258,7 @@ class Control:
                 return self.publication.on_ack(ack, at=at)
             case events.ReloadAnswered():
                 return self.publication.on_undelivered(
-                    event.instance_id, event.incarnation, event.nonce, event.error, at
+                    event.instance_id, event.nonce, event.error, at=at
                 )
             case events.ExportChecked():
                 if event.manifest_hash != self.publication.manifest_hash:
@@ -233,7 +267,8 @@ class Control:
                     reason = f"the trainer's weights v{event.version} are broken: {event.error}"
                     return (commands.EndRun(4, reason),)
                 self.publication.on_checked(event.receipt)
-                return self._follow(self.cycle.on_exported(event.version), at)
+                self.book.on_reload_begun(at)
+                return self.publication.reload(at=at)
             case _:
                 assert_never(event)
 
@@ -362,6 +397,8 @@ class Control:
     def _begin_when_ready(self, at: Moment) -> tuple[Command, ...]:
         if self.cycle.phase is not Phase.STARTING or self.ready_step is None:
             return ()
+        if not self._probe.is_open:
+            return ()
         num_gpus = sum(self.pool[i].num_gpus for i in self.pool.answering_ids)
         if not self.pool.is_settled or num_gpus < self._policy.min_rollout_gpus:
             return ()
@@ -376,7 +413,7 @@ class Control:
             return ()
         self.publication.just_committed = None
         self.book.on_reloaded(at)
-        return self._follow(self.cycle.on_reloaded(version, now=at.now), at)
+        return self._follow(self.cycle.on_settled(version, now=at.now), at)
 
     def _take_batch(self, at: Moment) -> tuple[Command, ...]:
         if self.cycle.phase is not Phase.COLLECTING:
@@ -405,13 +442,11 @@ class Control:
     def _follow(self, ordered: tuple[cycle.Command, ...], at: Moment) -> tuple[Command, ...]:
         """Turn what the cycle wants next into commands."""
         done: list[Command] = []
+        self.book.on_phase(is_settling=self.cycle.phase is Phase.SETTLING, at=at)
         for command in ordered:
             match command:
                 case cycle.Publish(version):
                     done += self.publication.begin(version, attempt=self.attempt)
-                case cycle.Reload():
-                    self.book.on_reload_begun(at)
-                    done += self.publication.reload(at=at)
                 case cycle.Collect():
                     done += self._close_step(at)
                     self.book.on_collect(at)
@@ -442,7 +477,7 @@ class Control:
 
     def _until_end(self, done: tuple[Command, ...]) -> tuple[Command, ...]:
         for index, command in enumerate(done):
-            if isinstance(command, commands.EndRun):
+            if isinstance(command, commands.EndRun | commands.ChangePlan):
                 self.is_ending = True
                 return done[: index + 1]
         return done

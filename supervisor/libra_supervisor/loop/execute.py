@@ -7,7 +7,7 @@ the run, unless the effect's own answer can say it (a reload that was not delive
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeAlias, assert_never
+from typing import Any, TypeAlias, assert_never
 
 import anyio
 import anyio.to_thread
@@ -24,7 +24,7 @@ from libra.rollouts.batch import BatchShape, shard
 from libra.rollouts.group import CompleteGroup
 from libra.storage.atomic import discard_directory
 from libra.storage.checkpoints import list_complete_checkpoints
-from libra.storage.manifests import read_manifest, verify_structure, verify_weights
+from libra.storage.manifests import read_manifest, verify_weights
 from libra.storage.receipt import SETTLE_S
 from libra.weights.retention import deletable_versions
 from libra.wire.instance import WeightsReceipt
@@ -33,6 +33,7 @@ from libra_supervisor.events import (
     Event,
     ExportChecked,
     InstanceAnswered,
+    ProbeJudged,
     ReloadAnswered,
 )
 from libra_supervisor.loop import commands
@@ -43,13 +44,13 @@ from libra_supervisor.records.step import StepRecord
 from libra_supervisor.records.writer import RecordsWriter
 from libra_supervisor.run_directory import RunDirectory
 
-VISIBLE_WITHIN_S: Final = 30.0
-VISIBLE_POLL_S: Final = 0.5
-
 _log = structlog.get_logger()
 
 Judge: TypeAlias = Callable[[commands.WriteStep], Callable[[], StepRecord]]
 """Called on the loop; what it returns is called in a thread and completes the step's record."""
+
+JudgeProbe: TypeAlias = Callable[[commands.JudgeProbe], ProbeJudged]
+"""Called in a thread."""
 
 
 class Ports(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +62,7 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
     routing: Routing
     records: RecordsWriter
     judge: Judge
+    judge_probe: JudgeProbe
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,10 +148,18 @@ class Executor:
                 self._write(self._retire_versions, pinned, loading)
             case commands.Say(event, fields, is_warning):
                 (_log.warning if is_warning else _log.info)(event, **fields)
+            case commands.JudgeProbe():
+                self._start(self._judge_probe, command)
+            case commands.ChangePlan(reason):
+                self._end(0, reason)
             case commands.EndRun(exit_code, reason):
                 self._end(exit_code, reason)
             case _:
                 assert_never(command)
+
+    async def _judge_probe(self, command: commands.JudgeProbe) -> None:
+        judged = await anyio.to_thread.run_sync(self._ports.judge_probe, command)
+        await self._post(judged)
 
     def _start(self, effect: Callable[..., Coroutine[Any, Any, None]], *arguments: object) -> None:
         self._tasks.start_soon(effect, *arguments)
@@ -192,10 +202,8 @@ class Executor:
     async def _check_export(self, command: commands.CheckExport) -> None:
         # Without it the files would often be too new for a receipt.
         await clock.sleep(2 * SETTLE_S)
-        directory = Path(command.directory)
-        await _until_visible(directory, command.manifest_hash)
         error, receipt = await anyio.to_thread.run_sync(
-            _check_weights, directory, command.manifest_hash
+            _check_weights, Path(command.directory), command.manifest_hash
         )
         await self._post(ExportChecked(command.version, command.manifest_hash, error, receipt))
 
@@ -293,34 +301,6 @@ def cut_batch(
 def _discard_if_there(directory: Path) -> None:
     if directory.exists():
         discard_directory(directory)
-
-
-async def _until_visible(directory: Path, manifest_hash: str) -> None:
-    """Wait until the directory is what its manifest lists, VISIBLE_WITHIN_S at most.
-
-    On a shared file system the manifest may be seen before the files it vouches for, or in the
-    version of an earlier attempt.
-    """
-    give_up_at, is_said = clock.now() + VISIBLE_WITHIN_S, False
-    while why := await anyio.to_thread.run_sync(_why_incomplete, directory, manifest_hash):
-        if clock.now() >= give_up_at:
-            return
-        if not is_said:
-            is_said = True
-            _log.warning("weights_not_visible_yet", why=why)
-        await clock.sleep(VISIBLE_POLL_S)
-
-
-def _why_incomplete(directory: Path, manifest_hash: str) -> str:
-    """By names, sizes and headers alone; empty when nothing is missing."""
-    try:
-        manifest, found_hash = read_manifest(directory)
-        if found_hash != manifest_hash:
-            return f"{directory}: the manifest is not the one announced"
-        verify_structure(directory, manifest)
-    except (DataError, OSError) as error:
-        return str(error)
-    return ""
 
 
 def _check_weights(directory: Path, manifest_hash: str) -> tuple[str, WeightsReceipt | None]:

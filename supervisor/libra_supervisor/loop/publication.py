@@ -68,6 +68,7 @@ class Publication:
         self._pool = pool
         self._exported: WeightsExported | None = None
         self._receipt: WeightsReceipt | None = None
+        self._is_being_checked = False
         self._open: OpenBatch | None = None
         self._committed: PolicyVersion | None = None
         self._num_batches = 0
@@ -98,18 +99,25 @@ class Publication:
         """Whether that process ends because of a reload by restart."""
         return self._open is not None and self._open.batch.is_replacing(instance_id, incarnation)
 
+    @property
+    def is_being_checked(self) -> bool:
+        """The newest export is written, and nobody knows yet whether it is right."""
+        return self._is_being_checked
+
     def begin(self, version: PolicyVersion, *, attempt: int) -> tuple[Command, ...]:
         self._attempt = attempt
         return (PrepareExport(attempt, version),)
 
     def on_exported(self, exported: WeightsExported) -> tuple[Command, ...]:
         self._exported, self._receipt = exported, None
+        self._is_being_checked = True
         check = CheckExport(exported.policy_version, exported.directory, exported.manifest_hash)
         return (check,)
 
     def on_checked(self, receipt: WeightsReceipt | None) -> None:
         """Every byte of the export is right; `receipt` spares servers on this host reading it."""
         self._receipt = receipt
+        self._is_being_checked = False
 
     def reload(self, *, at: Moment) -> tuple[Command, ...]:
         """Bring every engine that answers to the exported version."""
@@ -141,7 +149,9 @@ class Publication:
 
     def refresh(self, at: Moment) -> tuple[Command, ...]:
         """Load the committed version into every engine that answers, once more."""
-        if self._open is not None or self._committed is None or self._exported is None:
+        is_settled = self._exported is not None and self._exported.policy_version == self._committed
+        if self._open is not None or not is_settled:
+            # What was exported last may not even have been checked yet.
             return (Say("reload_refused", {"why": "a reload is on its way"}, is_warning=True),)
         members = self._members_in(self._pool.answering_ids)
         return self._start(members, is_catch_up=True, at=at) if members else ()
@@ -152,13 +162,14 @@ class Publication:
         return self._apply(self._open.batch.on_ack(ack, now=at.now), at=at)
 
     def on_undelivered(
-        self, instance_id: InstanceId, incarnation: Incarnation, nonce: str, error: str, at: Moment
+        self, instance_id: InstanceId, nonce: str, error: str, *, at: Moment
     ) -> tuple[Command, ...]:
         """The request did not reach the engine, or its answer did not reach us."""
         said = Say("reload_undelivered", {"instance": instance_id, "why": error}, is_warning=True)
         if self._open is None or self._open.batch.request.nonce != nonce:
             return (said,)
-        return (said, *self.on_lost(instance_id, incarnation, at=at))
+        commands = self._open.batch.on_undelivered(instance_id, error, now=at.now)
+        return (said, *self._apply(commands, at=at))
 
     def on_lost(
         self, instance_id: InstanceId, incarnation: Incarnation, *, at: Moment
@@ -191,6 +202,7 @@ class Publication:
         self._open = None
         self._is_retry_due = False
         self._exported = self._receipt = None
+        self._is_being_checked = False
         self._committed = None
 
     def keep_base(self, version: PolicyVersion) -> None:

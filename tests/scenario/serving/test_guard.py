@@ -13,8 +13,10 @@ from guarded_app import TOKEN
 from libra import clock
 from libra.serving import reload as serving_reload
 from libra.serving.middleware import MAX_RELOAD_BYTES, WEIGHT_ROUTES
+from libra.storage.arrival import VISIBLE_WITHIN_S
 from libra.storage.manifests import read_manifest, verify_weights
 from libra.weights.judge import ack_problems, judge_acks
+from libra.weights.manifest import MANIFEST_NAME
 from weight_dirs import describe_version, publish_weights, tiny_tensors
 
 pytestmark = pytest.mark.anyio
@@ -126,6 +128,7 @@ async def test_reload_needs_the_token_and_a_request_of_the_right_shape(app, runn
 )
 async def test_a_request_that_must_not_be_served_changes_nothing(app, running, changes, message):
     (app.weights_directory / "link").symlink_to(app.weights_directory.parent / "base")
+    app.engine.step_s = 5.0  # what is not there is waited for, and a step costs real time
     if "weights_directory" in changes:
         path = changes["weights_directory"].replace("WEIGHTS", str(app.weights_directory))
         changes = changes | {"weights_directory": path}
@@ -261,6 +264,7 @@ async def test_weights_changed_while_the_engine_loads_them_are_not_served(app, r
 
 @pytest.mark.case("T-B68")
 async def test_damaged_files_are_refused_before_the_pause(app, running):
+    app.engine.step_s = 5.0  # what is short is waited for, and a step costs real time
     path = app.published[1][0] / "model.safetensors"
     content = path.read_bytes()
     async with running():
@@ -459,3 +463,59 @@ async def test_state_is_small_and_needs_no_token(app, running):
         "is_paused": False,
         "manifest_hash": None,
     }
+
+
+@pytest.mark.case("R-B79")
+@pytest.mark.parametrize("shown_first", ["nothing", "the manifest", "a short file"])
+async def test_a_version_that_the_disk_shows_late_is_waited_for_and_then_verified(
+    app, running, shown_first
+):
+    directory, _ = app.published[1]
+    weights, manifest = directory / "model.safetensors", directory / MANIFEST_NAME
+    content, described = weights.read_bytes(), manifest.read_bytes()
+    weights.unlink()
+    if shown_first == "nothing":
+        manifest.unlink()
+    elif shown_first == "a short file":
+        weights.write_bytes(content[:100])
+    app.engine.step_s = 1.0
+    acks = []
+    async with running() as tasks:
+
+        async def reload():
+            acks.append(await app.reload(1))
+
+        tasks.start_soon(reload)
+        await clock.sleep(5.0)
+        # Nothing was paused and the old version goes on.
+        assert (acks, app.engine.calls) == ([], [])
+        assert (await app.complete(max_tokens=3)).headers["x-libra-policy-versions"] == "0"
+        manifest.write_bytes(described)
+        weights.write_bytes(content)
+        while not acks:
+            await clock.sleep(0.5)
+    assert ack_problems(app.request_for(1), acks[0]) == ()
+
+
+@pytest.mark.case("R-B79")
+async def test_what_the_disk_never_shows_is_refused_after_a_bounded_wait(app, running):
+    (app.published[1][0] / "model.safetensors").unlink()
+    app.engine.step_s = 5.0
+    async with running():
+        began = clock.now()
+        ack = await app.reload(1)
+        assert VISIBLE_WITHIN_S <= clock.now() - began <= VISIBLE_WITHIN_S + 5.0
+        assert "model.safetensors is missing" in ack.error
+        assert (ack.policy_version, ack.verified) == (0, ("manifest",))
+    assert app.engine.calls == []
+
+
+@pytest.mark.case("R-B79")
+async def test_a_file_of_the_right_size_with_other_content_is_refused_at_once(app, running):
+    path = app.published[1][0] / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-8] + bytes(8))
+    async with running():
+        began = clock.now()
+        assert "hashes to" in (await app.reload(1)).error
+        assert clock.now() - began < 5.0

@@ -20,7 +20,7 @@ def check(kind, directory, options, world, layout) -> None:
 
     expected = load_file(directory / f"{kind}.safetensors")
     trainer = assemble(run_config(directory / kind, **options), world, beat=no_beat, layout=layout)
-    tokens, weights = tokens_and_weights(trainer.architecture.vocab_size)
+    tokens, weights = tokens_and_weights(trainer.backend.vocab_size)
     samples = [
         SampleArrays(
             token_ids=row.int().numpy(),
@@ -33,7 +33,7 @@ def check(kind, directory, options, world, layout) -> None:
         )
         for row, weight in zip(tokens, weights, strict=True)
     ]
-    batches = micro_batches(samples, rows=2, arrangement=trainer.arrangement)
+    batches = micro_batches(samples, rows=2, arrangement=trainer.backend.arrangement)
     check_weights(trainer, directory / kind)
     check_logits(trainer, tokens, expected)
     check_logprobs(trainer, batches, expected)
@@ -44,9 +44,7 @@ def check_weights(trainer, model_directory) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from libra.trainer.hf_weights import gather_hf_tensors
-
-    gathered = dict(gather_hf_tensors(trainer.model, trainer.architecture, trainer.world))
+    gathered = dict(trainer.backend.hf_tensors())
     original = load_file(model_directory / "model.safetensors")
     if trainer.world.at.rank == 0:
         assert gathered.keys() == original.keys()
@@ -68,9 +66,11 @@ def check_logits(trainer, tokens, expected) -> None:
     padded = torch.nn.functional.pad(tokens, (0, 1))
     packing = Packing(positions=torch.arange(padded.shape[1]), longest=padded.shape[1])
     with torch.no_grad():
-        logits = bare(trainer.model)(padded, packing.positions, None, packed_seq_params=packing)
+        logits = bare(trainer.backend.model)(
+            padded, packing.positions, None, packed_seq_params=packing
+        )
     logits = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
-    logits = logits[:, :-1, : trainer.architecture.vocab_size]
+    logits = logits[:, :-1, : trainer.backend.vocab_size]
     close(logits, expected["logits"], "logits", 1e-4)
 
 
@@ -79,7 +79,7 @@ def check_logprobs(trainer, batches, expected) -> None:
 
     from libra.trainer.head import Sampling
 
-    scores = trainer.policy.logprobs(batches, sampling=Sampling(TEMPERATURE), beat=lambda: None)
+    scores = trainer.backend.logprobs(batches, sampling=Sampling(TEMPERATURE), beat=lambda: None)
     if not trainer.world.is_last_stage:
         assert scores == []
         return
@@ -92,7 +92,7 @@ def check_gradients(trainer, batches, expected) -> None:
     from make_references import TEMPERATURE
 
     from libra.trainer.head import Sampling
-    from libra.trainer.hf_weights import gather_hf_tensors, local_parameters
+    from libra.trainer.hf_weights import local_parameters
     from libra.trainer.loss import LossSums
 
     world = trainer.world
@@ -102,14 +102,14 @@ def check_gradients(trainer, batches, expected) -> None:
         loss = ((scores[0] + 0.3 * scores[1]) * batch.rollout_logprobs).sum()
         return loss, LossSums(*[loss.detach()] * len(LossSums._fields))
 
-    trainer.model.zero_grad_buffer()
-    trainer.policy.forward_backward(
+    trainer.backend.forward_backward(
         batches, weighted_sum, sampling=Sampling(TEMPERATURE), beat=lambda: None
     )
     with torch.no_grad():
-        for _, parameter in local_parameters(trainer.model, trainer.architecture, world):
+        backend = trainer.backend
+        for _, parameter in local_parameters(backend.model, backend.architecture, world):
             parameter.copy_(parameter.main_grad / world.sizes.data)
-    gradients = dict(gather_hf_tensors(trainer.model, trainer.architecture, world))
+    gradients = dict(trainer.backend.hf_tensors())
     assert bool(gradients) == (world.at.rank == 0)
     for name, gradient in gradients.items():
         wanted = expected[f"gradient.{name}"]

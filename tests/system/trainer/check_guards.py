@@ -49,7 +49,7 @@ def check_skips(config, world) -> None:
     assert (metrics.num_optimizer_steps, metrics.num_skipped_steps) == (1, 1)
     assert learner.progress.num_skipped_in_a_row == 0
     assert fingerprint(trainer) != before
-    state = trainer.optimizer.chained_optimizers[0].optimizer.state
+    state = trainer.backend.optimizer.chained_optimizers[0].optimizer.state
     assert {float(s["step"]) for s in state.values()} == {1.0}
 
     train(4, bad)
@@ -98,7 +98,8 @@ def check_head() -> None:
     """One rank's scores of hand-made logits: hidden states are one-hot, so weights are logits."""
     import torch
 
-    from libra.trainer.head import Head, Sampling, ScoreRequest, score_tokens
+    from libra.trainer.head import Head, Sampling, ScoreRequest
+    from libra.trainer.pipeline import score_tokens
 
     class Layer:
         weight = torch.tensor([[2.0, 0.5], [0.0, 0.1], [-1.0, -3.0], [50.0, 50.0]])
@@ -154,4 +155,4 @@ def poisoned(sample):
 
 
 def fingerprint(trainer) -> list[float]:
-    return [float(p.detach().double().sum()) for p in trainer.model.parameters()]
+    return [float(p.detach().double().sum()) for p in trainer.backend.model.parameters()]
