@@ -464,3 +464,13 @@ def test_a_long_list_of_branches_is_cut_in_text_but_not_in_the_report():
     shown = render_plan(report).split("left out")[1]
     assert len(report.pruned) > 40
     assert f"and {len(report.pruned) - 40} more; --json has all" in shown
+
+
+def test_engines_that_get_every_third_version_leave_rollout_a_version_less():
+    weights = {"sync_interval": 3}
+    config = grp_config(rollout={"max_head_offpolicyness": 2.0, "max_concurrent_rollouts": 1536})
+    rare = msgspec.structs.replace(
+        config, weights=msgspec.structs.replace(config.weights, **weights)
+    )
+    assert plan(config).choice.estimate.pace.max_staleness == 2.0
+    assert plan(rare).choice.estimate.pace.max_staleness == 1.0
