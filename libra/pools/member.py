@@ -23,8 +23,8 @@ class MemberState(Enum):
     """No new requests; those in flight go on."""
 
     QUARANTINED = "quarantined"
-    """A reload failed: its weights are unknown. It is loaded once more from a good version, or
-    replaced by a restart."""
+    """A reload failed, so its weights are unknown, or it hangs. It is loaded once more from a good
+    version, or replaced by a restart."""
 
     RESTARTING = "restarting"
     """The process is gone; its restart policy is at work."""
@@ -62,6 +62,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """None: unknown."""
 
     is_drained_by_operator: bool = False
+    is_leaving: bool = False
+    """Its process is to be replaced; until it is gone nothing new is sent to it."""
+
     is_planned_restart: bool = False
     """A reload ended the process before this one, so the instance keeps its prompts."""
 

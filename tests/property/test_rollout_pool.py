@@ -23,6 +23,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.broken = dict.fromkeys(self.ids, False)
         self.gone = dict.fromkeys(self.ids, False)
         self.drained = dict.fromkeys(self.ids, False)
+        self.leaving = dict.fromkeys(self.ids, False)
         self.committed = PolicyVersion(0)
         self.births = 0
 
@@ -36,6 +37,7 @@ class PoolMachine(RuleBasedStateMachine):
         if self.process[i] is None and not self.gone[i]:
             self.births += 1
             self.process[i] = Incarnation(f"p{self.births}")
+            self.leaving[i] = False
             self.pool.on_started(i, self.process[i], now=self.now)
 
     @rule(k=st.integers(0, 9))
@@ -44,6 +46,13 @@ class PoolMachine(RuleBasedStateMachine):
         if self.process[i] is not None:
             self.answers[i] = True
             self.pool.on_answering(i, now=self.now)
+
+    @rule(k=st.integers(0, 9))
+    def come_up(self, k):
+        """All the way at once: chance alone seldom gets there."""
+        self.start(k)
+        self.answer(k)
+        self.confirm(k, behind=0, is_late=False)
 
     @rule(k=st.integers(0, 9), behind=st.integers(0, 1), is_late=st.booleans())
     def confirm(self, k, behind, is_late):
@@ -73,13 +82,20 @@ class PoolMachine(RuleBasedStateMachine):
             self.broken[i] = True
         self.pool.on_reload_failed(i, "bad", now=self.now)
 
+    @rule(k=st.integers(0, 9))
+    def hang(self, k):
+        i = self.one(k)
+        if self.answers[i]:
+            self.broken[i] = True
+        self.pool.on_suspected(i, "hangs", now=self.now)
+
     @rule(k=st.integers(0, 9), for_good=st.booleans())
     def die(self, k, for_good):
         i = self.one(k)
         if self.process[i] is None:
             return
         self.process[i], self.answers[i], self.version[i] = None, False, None
-        self.broken[i] = False
+        self.broken[i] = self.leaving[i] = False
         self.pool.on_exited(i, "died", now=self.now)
         if for_good:
             self.gone[i] = True
@@ -94,6 +110,14 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             self.pool.on_undrain_requested(i, now=self.now)
 
+    @rule(k=st.integers(0, 9))
+    def replace(self, k):
+        i = self.one(k)
+        if self.gone[i]:
+            return
+        self.leaving[i] = True
+        self.pool.on_replace_requested(i, now=self.now)
+
     @invariant()
     def only_a_live_confirmed_instance_serves(self):
         if not hasattr(self, "pool"):
@@ -103,6 +127,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.version[i] == self.committed
             assert not self.broken[i]
             assert not self.drained[i]
+            assert not self.leaving[i]
 
     @invariant()
     def gpus_are_counted_once(self):

@@ -6,11 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from control_world import PROBE_LOGPROBS, RandomWorld
-from libra.ids import ChildId, InstanceId
+from libra.ids import ChildId, Incarnation, InstanceId
 from libra.pools.member import MemberState
 from libra.wire.rank import AcksJudged
 from libra_supervisor import events
+from libra_supervisor.loop import commands
 from libra_supervisor.loop.cycle import Phase
+from libra_supervisor.loop.moment import Moment
 
 A, B = InstanceId("vllm-0"), InstanceId("vllm-1")
 
@@ -59,12 +61,16 @@ def test_a_run_without_faults_trains_every_step_once_within_the_staleness_bound(
     assert total in world.checkpoints
 
 
-def strike(world: RandomWorld, fault: str) -> None:
+def strike(world: RandomWorld, rng: Random, fault: str) -> None:
     instance_id = A if fault.endswith("a") else B
     if fault == "gang":
         world.lose_gang()
     elif fault.startswith("load"):
         world.loads_to_fail.append(instance_id)
+    elif fault.startswith("hang"):
+        world.suspect_process(instance_id)
+        world.step(rng)
+        world.kill_process(instance_id)
     else:
         world.kill_process(instance_id)
 
@@ -72,7 +78,10 @@ def strike(world: RandomWorld, fault: str) -> None:
 @given(
     seed=st.integers(0, 2**32),
     faults=st.lists(
-        st.tuples(st.integers(1, 120), st.sampled_from(["a", "b", "gang", "load a", "load b"])),
+        st.tuples(
+            st.integers(1, 120),
+            st.sampled_from(["a", "b", "gang", "hang a", "load a", "load b"]),
+        ),
         max_size=6,
     ),
     failures=st.floats(0.0, 0.15),
@@ -91,7 +100,7 @@ def test_with_engines_and_gangs_dying_at_any_moment_every_step_is_still_trained(
                 break
         if world.ended is not None:
             break
-        strike(world, fault)
+        strike(world, rng, fault)
     world.run(rng)
     assert world.ended is not None, world.control.cycle.phase
     if world.ended.exit_code == 4:
@@ -196,6 +205,58 @@ def test_an_engine_that_restarts_catches_up_before_it_is_routed_to():
     assert world.processes[A].version == world.control.publication.committed
 
 
+@pytest.mark.case("R-B41")
+@pytest.mark.parametrize("is_reloading", [False, True])
+def test_a_server_that_hangs_is_routed_past_before_it_is_ended(is_reloading):
+    rng = Random(5)
+    world = started(total_steps=30)
+    run_until(world, rng, lambda w: w.control.cycle.step == 3)
+    run_until(
+        world, rng, lambda w: (w.control.pool[A].state is MemberState.RELOADING) is is_reloading
+    )
+    suspected = world.processes[A].incarnation
+    world.suspect_process(A)
+    # A reload in between neither waits for it nor brings it back.
+    step = world.control.cycle.step
+    run_until(world, rng, lambda w: w.control.cycle.step == step + 2)
+    assert A not in world.routes
+    assert world.control.pool[A].state is MemberState.QUARANTINED
+    # Nobody ends it a second time: its supervision is at it.
+    assert world.processes[A].incarnation == suspected
+    world.kill_process(A)
+    run_until(world, rng, lambda w: A in w.routes)
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+
+
+@pytest.mark.case("R-B12")
+@pytest.mark.parametrize("is_another", [False, True])
+def test_doubts_about_a_process_end_with_its_own_word(is_another):
+    rng = Random(5)
+    world = started(total_steps=30)
+    run_until(world, rng, lambda w: w.control.cycle.step == 3 and len(w.routes) == 2)
+    process, num_known = world.processes[A], len(world.known)
+    before = process.incarnation
+    world.routes.pop(A)  # the scheduler does not route there while its version is in doubt
+    if is_another:
+        # Whoever restarted it told nobody; it holds the base model again.
+        world.answers_as[A] = Incarnation("a stranger")
+    world.post(events.InstanceDoubted(A))
+    run_until(world, rng, lambda w: A in w.routes)
+    assert (world.processes[A].incarnation != before) is is_another
+    assert world.known[num_known].incarnation == world.processes[A].incarnation
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+
+
+def test_doubts_about_a_process_that_is_gone_ask_nobody():
+    world = started()
+    world.post(events.InstanceDoubted(A))  # it has not answered yet
+    assert not any(isinstance(e, events.InstanceAnswered) for e in world.pending)
+
+
 def test_a_reload_by_restart_is_a_planned_restart_and_a_crash_is_not():
     rng = Random(5)
     world = started(total_steps=30, reload_method="restart")
@@ -238,6 +299,39 @@ def test_a_run_over_a_fixed_number_of_epochs_ends_when_no_batch_can_be_filled():
     assert world.ended.exit_code == 0
     # Two epochs of 5 prompts make 10 groups; a batch takes 2.
     assert len(world.trained) == 5
+
+
+@given(seed=st.integers(0, 2**32), chance=st.floats(0.0, 0.2))
+@settings(max_examples=60, deadline=None)
+def test_an_operator_may_restart_an_engine_at_any_moment(seed, chance):
+    rng = Random(seed)
+    world = started(total_steps=4)
+    num_asked = 0
+    while world.step(rng):
+        if world.ended is None and rng.random() < chance and num_asked < 20:
+            num_asked += 1
+            births = world.processes[A].incarnation
+            world.post(events.RestartRequested(A))
+            assert world.processes[A].incarnation != births
+            assert A not in world.routes
+    assert world.ended is not None, world.control.cycle.phase
+    assert world.ended.exit_code == 0
+    assert [step for _, step, _ in world.trained] == [1, 2, 3, 4]
+    assert world.control.pool[A].num_restarts == num_asked, "one new process each time"
+    assert world.control.pool[B].num_restarts == 0
+
+
+def test_a_reload_that_is_on_its_way_does_not_wait_for_an_engine_that_is_restarted():
+    rng = Random(1)
+    world = started(total_steps=3)
+    run_until(world, rng, lambda w: w.control.publication.waiting_for == (A, B))
+    # Not through the world, which would end the process before anything else happens.
+    done = world.control.on_event(events.RestartRequested(A), Moment(world.now, 1))
+    assert commands.ReplaceInstance(A, "the operator asked for it") in done
+    assert world.control.publication.waiting_for == (B,)
+    assert world.control.pool[A].last_error == ""
+    run_until(world, rng, lambda w: w.control.publication.committed is not None)
+    assert A not in world.routes
 
 
 def test_an_engine_given_up_below_the_minimum_ends_the_run_with_its_first_cause():
@@ -359,6 +453,21 @@ def test_a_version_that_fails_everywhere_three_times_ends_the_run():
 
 def reload_answers(world: RandomWorld) -> list[events.ReloadAnswered]:
     return [e for e in world.pending if isinstance(e, events.ReloadAnswered)]
+
+
+def test_a_drained_engine_is_unrouted_at_once_and_routed_to_again_when_undrained():
+    rng = Random(3)
+    world = started(total_steps=3)
+    run_until(world, rng, lambda w: A in w.routes)
+    world.post(events.DrainRequested(A, drain=True))
+    assert A not in world.routes
+    world.post(events.DrainRequested(A, drain=False))
+    assert world.routes[A] == world.control.publication.committed
+    world.post(events.DrainRequested(A, drain=True))
+    world.run(rng)
+    assert world.ended.exit_code == 0
+    assert A not in world.routes, "reloads do not bring it back"
+    assert world.processes[A].version == 3
 
 
 def is_reload_answer(event: object) -> bool:

@@ -125,6 +125,9 @@ class World:
         self.written: list[commands.WriteStep] = []
         self.reloads: list[commands.WriteReload] = []
         self.said: list[commands.Say] = []
+        self.answers_as: dict[InstanceId, Incarnation] = {}
+        """Strangers that answer in the place of a process, until it is replaced."""
+
         self.known: list[commands.KnowInstance] = []
         self.ended: commands.EndRun | None = None
         self.replaced: commands.ChangePlan | None = None
@@ -244,6 +247,13 @@ class World:
         if self._end_process(instance_id, is_asked_for=False):
             self.start_process(instance_id)
 
+    def suspect_process(self, instance_id: InstanceId) -> None:
+        """Its supervision finds that it hangs, and begins to end it."""
+        process = self.processes[instance_id]
+        reason = "it has made no progress for 120 s while requests run"
+        child_id = ChildId(instance_id)
+        self.post(events.ChildSuspected(child_id, process.incarnation, reason, self.now))
+
     def _end_process(self, instance_id: InstanceId, *, is_asked_for: bool) -> bool:
         process = self.processes.pop(instance_id, None)
         if process is None:
@@ -321,6 +331,8 @@ class World:
             case commands.Unroute(instance_id, _):
                 self.routes.pop(instance_id, None)
             case commands.ReplaceInstance(instance_id, _):
+                is_coming = any(isinstance(it, _Replace) for it in self.pending)
+                assert instance_id in self.processes or is_coming, "its process is gone already"
                 self.kill_process(instance_id)
             case commands.StartGroup(group):
                 self.open_groups[group.group_id] = group
@@ -424,13 +436,7 @@ class World:
     def replace_for_reload(self, wanted: "_Replace", *, is_asked_for: bool = True) -> None:
         """End the process and start another from the version, which acknowledges."""
         instance_id, request = wanted.instance_id, wanted.request
-        process = self.processes.get(instance_id)
-        if process is None or process.incarnation != wanted.incarnation:
-            answer = events.ReloadAnswered(
-                instance_id, wanted.incarnation, request.nonce, None, "reset"
-            )
-            self.pending.append(answer)
-            return
+        # Whatever runs there by now: an earlier batch may have replaced what this one asked for.
         self._end_process(instance_id, is_asked_for=is_asked_for)
         self.start_process(instance_id, request.policy_version, request.manifest_hash)
         self._acknowledge(instance_id, wanted.incarnation, request)
@@ -468,7 +474,7 @@ class World:
             return
         state = InstanceState(
             instance_id=instance_id,
-            incarnation=incarnation,
+            incarnation=self.answers_as.pop(instance_id, incarnation),
             run_id=RUN,
             policy_version=process.version,
             is_paused=False,
@@ -488,7 +494,8 @@ class World:
             self.open_groups.pop(group_id, None)
 
     def _is_of(self, event, incarnation: Incarnation) -> bool:
-        return getattr(event, "incarnation", None) == incarnation
+        is_under_way = isinstance(event, _Replace)
+        return not is_under_way and getattr(event, "incarnation", None) == incarnation
 
 
 class _Generate(msgspec.Struct, frozen=True):

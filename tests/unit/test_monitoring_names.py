@@ -116,6 +116,22 @@ def test_prometheus_own_library_reads_the_page_and_every_name_has_its_unit():
     counts = {
         "libra_step", "libra_policy_version", "libra_instances", "libra_trajectories_running",
         "libra_trajectories_buffered", "libra_reward_mean", "libra_kl_mismatch",
-        "libra_staleness_versions_mean", "libra_reload_probe_difference",
+        "libra_staleness_versions_mean", "libra_engine_requests_in_flight",
+        "libra_engine_requests_queued", "libra_reload_probe_difference",
     }  # fmt: skip
     assert {name for name in names if not name.endswith(units)} == counts
+
+
+@pytest.mark.case("R-B18", "R-B23")
+def test_engines_are_exported_with_the_age_of_their_signals_and_unknown_is_absent():
+    values = {
+        family.name: {s.labels["instance"]: s.value for s in family.samples}
+        for family in collected()
+        if family.name.startswith("libra_engine_")
+    }
+    assert values == {
+        "libra_engine_requests_in_flight": {"vllm-0": 3, "vllm-1": 3},
+        "libra_engine_requests_queued": {"vllm-0": 4},
+        "libra_engine_kv_use_ratio": {"vllm-0": 0.5},
+        "libra_engine_signals_age_seconds": {"vllm-0": 2.0},
+    }

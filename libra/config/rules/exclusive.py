@@ -53,6 +53,13 @@ CHOICES: Final = (
         _is("megatron_core"),
         "megatron_core",
     ),
+    # The planner splits the training side by Megatron-Core's degrees.
+    Dependence(
+        _prefixed(_PLANNER, "initial_allocation_strategy"),
+        "train_backend",
+        _is("megatron_core"),
+        "megatron_core",
+    ),
     Dependence(
         _prefixed(_SCHEDULING, "load_balance_weights"),
         f"{_SCHEDULING}.load_balance_strategy",

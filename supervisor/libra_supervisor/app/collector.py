@@ -56,6 +56,7 @@ class RunCollector(Collector):
         yield GaugeMetricFamily(
             "libra_trajectories_buffered", "Of complete groups that wait.", status.num_buffered
         )
+        yield from self._of_engines(status)
         yield from self._of_last_step()
         yield from self._of_forecast()
         missed = CounterMetricFamily(
@@ -123,6 +124,37 @@ class RunCollector(Collector):
             "The longest of the last minute.",
             self._stalls.longest_s(now=clock.now()),
         )
+
+    def _of_engines(self, status: StatusSnapshot) -> Iterator[Metric]:
+        """As last scraped; what an engine does not tell is absent, never 0."""
+        engines = [child for child in status.children if child.role == "rollout"]
+        for name, text, values in (
+            (
+                "libra_engine_requests_in_flight",
+                "Ours, by instance.",
+                {e.child: e.num_in_flight for e in engines},
+            ),
+            (
+                "libra_engine_requests_queued",
+                "Waiting inside the engine, of whomever.",
+                {e.child: e.num_queued for e in engines},
+            ),
+            (
+                "libra_engine_kv_use_ratio",
+                "KV-cache occupancy, 0 to 1.",
+                {e.child: e.kv_use_fraction for e in engines},
+            ),
+            (
+                "libra_engine_signals_age_seconds",
+                "Since the engine's metrics were last read.",
+                {e.child: e.signals_age_s for e in engines},
+            ),
+        ):
+            family = GaugeMetricFamily(name, text, labels=["instance"])
+            for instance, value in values.items():
+                if value is not None:
+                    family.add_metric([instance], value)
+            yield family
 
     def _of_last_step(self) -> Iterator[Metric]:
         last = self._control.book.last

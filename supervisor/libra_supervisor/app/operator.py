@@ -8,6 +8,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from libra import clock
 from libra.ids import InstanceId, PolicyVersion, PromptId, RequestId, RunId
+from libra.pools.member import MemberState
+from libra.scheduling.explanation import InstanceView
 from libra.scheduling.request import RouteRequest
 from libra.scheduling.scheduler import Scheduler
 from libra.wire.api import ChildStatus, StatusSnapshot, Verb, VerbReply, VerbRequest
@@ -83,7 +85,7 @@ class Operator:
             uptime_s=progress.elapsed_s,
             eta_s=progress.eta_s,
             plan=self._facts.plan_in_words,
-            children=(self._trainer(), *map(self._engine, self._engine_ids())),
+            children=(self._trainer(), *self._engines()),
             oldest_wait=self._oldest_wait(),
         )
 
@@ -136,6 +138,12 @@ class Operator:
             known = ", ".join(self._engine_ids())
             return VerbReply(ok=False, message=f"no engine {target!r}; there are {known}")
         instance_id = InstanceId(target)
+        if self._control.pool[instance_id].state is MemberState.GONE:
+            return VerbReply(
+                ok=False,
+                message=f"{target} was given up and stays down until the run is resumed: "
+                f"{self._control.pool[instance_id].last_error}",
+            )
         if verb == "restart":
             await self._inbox.post(RestartRequested(instance_id))
         else:
@@ -161,7 +169,12 @@ class Operator:
     def _engine_ids(self) -> tuple[InstanceId, ...]:
         return tuple(member.instance_id for member in self._control.pool.members)
 
-    def _engine(self, instance_id: InstanceId) -> ChildStatus:
+    def _engines(self) -> list[ChildStatus]:
+        views = {view.instance_id: view for view in self._scheduler.instances(clock.now())}
+        return [self._engine(i, views.get(i)) for i in self._engine_ids()]
+
+    def _engine(self, instance_id: InstanceId, view: InstanceView | None) -> ChildStatus:
+        """`view`: as routing sees it; None before it has answered."""
         member, process = self._control.pool[instance_id], self._engine_status(instance_id)
         return ChildStatus(
             child=instance_id,
@@ -171,9 +184,10 @@ class Operator:
             pid=process.pid,
             num_restarts=member.num_restarts,
             policy_version=member.version,
-            num_in_flight=self._scheduler.num_in_flight(instance_id),
-            num_queued=None,
-            kv_use_fraction=None,
+            num_in_flight=0 if view is None else view.own_requests,
+            num_queued=None if view is None else view.num_queued,
+            kv_use_fraction=None if view is None else view.kv_use_fraction,
+            signals_age_s=None if view is None else view.snapshot_age_s,
             last_error=member.last_error or process.last_error,
         )
 
@@ -190,6 +204,7 @@ class Operator:
             num_in_flight=0,
             num_queued=None,
             kv_use_fraction=None,
+            signals_age_s=None,
             last_error=process.last_error,
         )
 

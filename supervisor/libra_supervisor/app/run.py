@@ -16,6 +16,7 @@ from libra import clock
 from libra.ids import ChildId, RunId
 from libra.planner.probe import SwitchPlan
 from libra.rewards.loading import check_reward_name
+from libra.scheduling.notice import BreakerClosed, FeedbackRestored, RestartSeen
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
 from libra.tracing.span import SpanWriter, trace_path
@@ -38,7 +39,7 @@ from libra_supervisor.app.routing import SchedulerRouting, explained_if_debuggin
 from libra_supervisor.app.tracer import Tracer
 from libra_supervisor.display.console import Display
 from libra_supervisor.display.progress import plain_line
-from libra_supervisor.events import Event, StopRequested
+from libra_supervisor.events import Event, InstanceDoubted, StopRequested
 from libra_supervisor.gateway.waiting import WaitingRoom
 from libra_supervisor.inbox import Inbox
 from libra_supervisor.instances.serving_meter import ServingMeter
@@ -356,10 +357,14 @@ class Run:
         await self.inbox.post(StopRequested(number.name, now=is_repeated, exit_code=code))
 
     async def _say_notices(self) -> None:
-        """Log what the scheduler finds worth saying once."""
+        """Log what the scheduler finds worth saying once, and have doubts looked into."""
         while True:
             for notice in self._scheduler.take_notices():
-                _log.warning("scheduler_notice", kind=type(notice).__name__, **asdict(notice))
+                is_good = isinstance(notice, FeedbackRestored | BreakerClosed)
+                say = _log.info if is_good else _log.warning
+                say("scheduler_notice", kind=type(notice).__name__, **asdict(notice))
+                if isinstance(notice, RestartSeen):
+                    await self.inbox.post(InstanceDoubted(notice.instance_id))
             await clock.sleep(NOTICE_PERIOD_S)
 
     async def _show(self, operator: Operator) -> None:

@@ -100,7 +100,12 @@ class Control:
                 | events.GangGaveUp()
             ):
                 return self._on_gang(event, at)
-            case events.InstanceAnswered() | events.ReloadAnswered() | events.ExportChecked():
+            case (
+                events.InstanceAnswered()
+                | events.InstanceDoubted()
+                | events.ReloadAnswered()
+                | events.ExportChecked()
+            ):
                 return self._on_engines(event, at)
             case (
                 events.SampleStarted()
@@ -131,16 +136,18 @@ class Control:
                 return ()
             case events.ChildReady():
                 return (commands.AskInstance(instance_id, event.incarnation),)
+            case events.ChildSuspected():
+                return self._on_instance_suspected(instance_id, event, at)
             case events.ChildExited():
                 is_planned = self.publication.is_replacing(instance_id, event.incarnation)
-                self.pool.on_exited(instance_id, event.reason, now=at.now, is_planned=is_planned)
+                error = "" if event.asked_for else event.reason
+                self.pool.on_exited(instance_id, error, now=at.now, is_planned=is_planned)
                 lost = self.publication.on_lost(instance_id, event.incarnation, at=at)
                 return (commands.Unroute(instance_id), *lost)
             case events.ChildGaveUp():
                 return self._on_instance_given_up(instance_id, event, at)
             case (
                 events.ChildWaiting()
-                | events.ChildSuspected()
                 | events.ChildRestartScheduled()
                 | events.ChildUnkillable()
                 | events.LogSinkFailing()
@@ -149,6 +156,18 @@ class Control:
                 return ()
             case _:
                 assert_never(event)
+
+    def _on_instance_suspected(
+        self, instance_id: InstanceId, event: events.ChildSuspected, at: Moment
+    ) -> tuple[Command, ...]:
+        """Route past it before it is ended, which takes as long as its grace when it hangs."""
+        if event.incarnation != self.pool[instance_id].incarnation:
+            return ()
+        self.pool.on_suspected(instance_id, event.reason, now=at.now)
+        lost = self.publication.on_lost(instance_id, event.incarnation, at=at)
+        # Its supervision replaces it already, after its own pause.
+        kept = [c for c in lost if not _is_replacement_of(c, instance_id)]
+        return (commands.Unroute(instance_id), *kept)
 
     def _on_instance_given_up(
         self, instance_id: InstanceId, event: events.ChildGaveUp, at: Moment
@@ -248,12 +267,17 @@ class Control:
 
     def _on_engines(
         self,
-        event: events.InstanceAnswered | events.ReloadAnswered | events.ExportChecked,
+        event: events.InstanceAnswered
+        | events.InstanceDoubted
+        | events.ReloadAnswered
+        | events.ExportChecked,
         at: Moment,
     ) -> tuple[Command, ...]:
         match event:
             case events.InstanceAnswered():
                 return self._on_instance_answered(event, at)
+            case events.InstanceDoubted(instance_id):
+                return self._on_instance_doubted(instance_id)
             case events.ReloadAnswered(ack=ack) if ack is not None:
                 return self.publication.on_ack(ack, at=at)
             case events.ReloadAnswered():
@@ -272,11 +296,23 @@ class Control:
             case _:
                 assert_never(event)
 
+    def _on_instance_doubted(self, instance_id: InstanceId) -> tuple[Command, ...]:
+        """Its answer brings it back into routing, or shows that it has to be replaced."""
+        incarnation = self.pool[instance_id].incarnation
+        if incarnation is None or instance_id not in self.pool.answering_ids:
+            return ()
+        return (commands.AskInstance(instance_id, incarnation),)
+
     def _on_instance_answered(
         self, event: events.InstanceAnswered, at: Moment
     ) -> tuple[Command, ...]:
         if event.incarnation != self.pool[event.instance_id].incarnation:
             return ()
+        if event.state.incarnation != event.incarnation:
+            reason = f"another process ({event.state.incarnation}) answers in its place"
+            self.pool.on_suspected(event.instance_id, reason, now=at.now)
+            replaced = commands.ReplaceInstance(event.instance_id, reason)
+            return (commands.Unroute(event.instance_id), replaced)
         self.pool.on_answering(event.instance_id, now=at.now)
         known = commands.KnowInstance(
             event.instance_id,
@@ -293,8 +329,9 @@ class Control:
                 state.manifest_hash == self.publication.manifest_hash or not self._policy.publishes
             )
         )
-        if committed is None or not has_committed:
-            return (known,)
+        is_reloading = self.pool[event.instance_id].state is MemberState.RELOADING
+        if committed is None or not has_committed or is_reloading:
+            return (known,)  # a reload under way ends in a word of its own
         serves = self.pool.on_version_confirmed(
             event.instance_id, event.incarnation, committed, committed=committed, now=at.now
         )
@@ -342,8 +379,10 @@ class Control:
                 return self._on_drain(instance_id, drain=drain, at=at)
             case events.RestartRequested(instance_id):
                 reason = "the operator asked for it"
+                self.pool.on_replace_requested(instance_id, now=at.now)
                 return (
                     commands.Unroute(instance_id, is_draining=True),
+                    *self.publication.on_leaving(instance_id, at=at),
                     commands.ReplaceInstance(instance_id, reason),
                 )
             case events.ReloadRequested():
@@ -479,3 +518,7 @@ class Control:
                 self.is_ending = True
                 return done[: index + 1]
         return done
+
+
+def _is_replacement_of(command: Command, instance_id: InstanceId) -> bool:
+    return isinstance(command, commands.ReplaceInstance) and command.instance_id == instance_id
