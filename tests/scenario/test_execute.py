@@ -70,7 +70,14 @@ async def test_a_batch_is_sent_after_the_checkpoint_that_was_asked_for_before_it
         probe_token_ids=(1, 2),
     )
     nobody = cast("Any", None)
-    ports = Ports(ranks=ranks, engines=nobody, rollouts=nobody, routing=nobody, records=nobody)
+    ports = Ports(
+        ranks=ranks,
+        engines=nobody,
+        rollouts=nobody,
+        evaluations=nobody,
+        routing=nobody,
+        records=nobody,
+    )
     state = RolloutState(
         buffer=BufferState(complete=(), pending=(), quarantined=(), dropped={}), cursor=b""
     )

@@ -22,6 +22,7 @@ from libra.ids import (
 )
 from libra.pools.pool import RolloutPool
 from libra.rollouts.accounts import BufferLimits
+from libra.rollouts.evaluation import EvaluationTerms, is_evaluated
 from libra.rollouts.group import AdmittedGroup, PromptRef
 from libra.rollouts.trajectory import SampleFailed, Trajectory
 from libra.weights.judge import judge_acks
@@ -37,6 +38,7 @@ from libra.wire.rank import (
 from libra_supervisor import events
 from libra_supervisor.loop import commands, cycle
 from libra_supervisor.loop.control import Control, Policy
+from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.publication import Publication, Terms
 from libra_supervisor.loop.rollout_desk import RolloutDesk
@@ -106,6 +108,8 @@ class World:
         num_instances: int = 2,
         min_rollout_gpus: int = 1,
         epochs: int | None = None,
+        eval_rows: int = 0,
+        eval_interval: int = 1,
         probe_logprobs_of: Callable[[InstanceId], tuple[float, ...]] = lambda _: PROBE_LOGPROBS,
     ) -> None:
         self.now = 0.0
@@ -120,6 +124,7 @@ class World:
         """(attempt, step, worst staleness) of every batch sent to the ranks."""
 
         self.written: list[commands.WriteStep] = []
+        self.evaluated: list[commands.WriteEvaluation] = []
         self.reloads: list[commands.WriteReload] = []
         self.said: list[commands.Say] = []
         self.ended: commands.EndRun | None = None
@@ -151,11 +156,21 @@ class World:
                     total_steps=total_steps,
                     sync_interval=sync_interval,
                     save_interval=save_interval,
+                    eval_interval=eval_interval if eval_rows else None,
                 )
             ),
             pool=pool,
             desk=RolloutDesk(limits, ListCursor(epochs=epochs)),
             publication=Publication(terms, pool),
+            evaluator=Evaluator(
+                EvaluationTerms(
+                    rows=tuple(range(eval_rows)),
+                    num_samples=2,
+                    max_concurrent=3,
+                    max_attempts=3,
+                    pass_reward=1.0,
+                )
+            ),
             policy=Policy(min_rollout_gpus=min_rollout_gpus, publishes=sync_interval > 0),
         )
 
@@ -280,6 +295,14 @@ class World:
                 self._drop_samples({group_id})
             case commands.CancelAllGroups():
                 self._drop_samples(set(self.open_groups))
+            case commands.StartEvaluated(group):
+                self.open_groups[group.group_id] = group
+                self.pending.append(events.SampleStarted(group.group_id, 0))
+                self._sample(group, 0)
+            case commands.CancelEvaluated(group_id):
+                self._drop_samples({group_id})
+            case commands.WriteEvaluation():
+                self.evaluated.append(command)
             case commands.WriteStep():
                 self.written.append(command)
             case commands.WriteReload():
@@ -402,6 +425,8 @@ class RandomWorld(World):
     is_disk_stuck = False
     """Checkpoints are begun and do not get done."""
 
+    is_evaluation_stuck = False
+
     def step(self, rng: Random) -> bool:
         if self.ended is not None or not self.pending:
             return False
@@ -427,6 +452,8 @@ class RandomWorld(World):
             return not self.is_disk_stuck
         if not isinstance(event, _Generate):
             return True
+        if self.is_evaluation_stuck and is_evaluated(event.group_id):
+            return False
         has_started = not any(
             isinstance(e, events.SampleStarted)
             and (e.group_id, e.sample_index) == (event.group.group_id, event.index)

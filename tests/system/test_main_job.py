@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from libra.storage.safetensors import model_tensors
+
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]
 
@@ -116,7 +118,9 @@ def explain(run_dir: Path) -> dict:
 def finished(tmp_path_factory, quickstart):
     """One whole run, and what its processes looked like while it ran."""
     run_dir = tmp_path_factory.mktemp("main") / "run"
-    job = Job(run_dir, quickstart, "-o", f"total_steps={NUM_STEPS}", "-o", "save_interval=20")
+    evaluation = ("-o", f"eval_data={quickstart / 'eval.jsonl'}", "-o", "eval_samples=2")
+    options = ("-o", f"total_steps={NUM_STEPS}", "-o", "save_interval=20", "-o", "eval_interval=40")
+    job = Job(run_dir, quickstart, *options, *evaluation)
     try:
         job.until_step(1, 600)
         commands = [" ".join(p.cmdline()) for p in tagged_processes(run_dir)]
@@ -206,6 +210,21 @@ def test_the_run_directory_is_complete(finished):
     assert len(list((job.run_dir / "checkpoints").iterdir())) == 2
 
 
+def test_the_first_the_last_and_each_version_that_is_due_are_evaluated(finished):
+    job, *_ = finished
+    evaluations = read_lines(job.run_dir / "evaluations.jsonl")
+    assert [line["policy_version"] for line in evaluations] == [0, 40, NUM_STEPS]
+    for line in evaluations:
+        version, summary = line["policy_version"], line["summary"]
+        assert summary["num_trajectories"] == 2 * summary["num_rows"] > 0
+        assert summary["num_failed"] == 0
+        written = read_lines(job.run_dir / f"trajectories/eval_v{version:06d}.jsonl")
+        assert len({t["trajectory_id"] for t in written}) == summary["num_trajectories"]
+        assert {t["oldest_version"] for t in written} == {version}
+    first, _, last = (line["summary"]["reward_mean"] for line in evaluations)
+    assert last > first
+
+
 def test_the_logs_verb_shows_what_the_engines_wrote(finished):
     job, *_ = finished
     command = [sys.executable, "-m", "libra_supervisor.cli", "logs", "--role", "rollout"]
@@ -272,6 +291,35 @@ def test_two_signals_during_start_up_leave_nothing_running(tmp_path, quickstart,
         if job.process.poll() is None:
             job.kill()
     assert tagged_processes(job.run_dir) == []
+
+
+@pytest.mark.long
+def test_the_fsdp_backend_does_the_whole_job_and_resumes_it(tmp_path, quickstart):
+    run_dir = tmp_path / "run"
+    job = Job(run_dir, quickstart, "-o", "train_backend=fsdp", "-o", "total_steps=3")
+    try:
+        assert job.wait(900) == 0, job.said()
+        job = Job(
+            run_dir, quickstart, "-o", "train_backend=fsdp", "-o", "total_steps=4", "--resume"
+        )
+        assert job.wait(900) == 0, job.said()
+    finally:
+        if job.process.poll() is None:
+            job.kill()
+    steps = job.steps()
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert steps[0]["staleness_max"] == 0
+    assert steps[0]["kl_mismatch"] < 1e-3
+    reloads = read_lines(run_dir / "reloads.jsonl")
+    assert [r["policy_version"] for r in reloads if not r["is_catch_up"]] == [0, 1, 2, 3, 3, 4]
+    assert all(r["outcome"] == "committed" and len(r["accepted"]) == 2 for r in reloads)
+    assert all(r["probe_difference"] < 1e-3 for r in reloads)
+    names = [
+        {tensor.name for tensor in model_tensors(directory)}
+        for directory in (quickstart / "model", run_dir / "weights/v000004")
+    ]
+    assert names[0] == names[1]
+    assert tagged_processes(run_dir) == []
 
 
 @pytest.mark.long

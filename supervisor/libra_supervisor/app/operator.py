@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -201,10 +202,23 @@ class Operator:
 
 def waiting_for(control: Control) -> str:
     """Who waits for whom, as a sentence."""
-    sentence, saving_step = _waiting_for(control), control.cycle.saving_step
-    if saving_step is None or control.cycle.phase is Phase.SAVING:
-        return sentence
-    return f"{sentence}; the checkpoint of step {saving_step} is being written"
+    sentences, saving_step = [_waiting_for(control)], control.cycle.saving_step
+    if saving_step is not None and control.cycle.phase is not Phase.SAVING:
+        sentences.append(f"the checkpoint of step {saving_step} is being written")
+    if (progress := control.evaluator.progress) is not None:
+        num_ended, total = progress
+        sentences.append(f"{num_ended} of {total} trajectories are evaluated")
+    return "; ".join(sentences)
+
+
+_WAITS: Final = {
+    Phase.EXPORTING: "engines wait for the trainer to write weights",
+    Phase.COLLECTING: "the trainer waits for rollouts",
+    Phase.TRAINING: "rollouts go on while the trainer trains",
+    Phase.SAVING: "the trainer writes a checkpoint",
+    Phase.EVALUATING: "the trainer waits for the evaluation of the version before",
+    Phase.STOPPED: "stopping",
+}
 
 
 def _waiting_for(control: Control) -> str:
@@ -214,16 +228,8 @@ def _waiting_for(control: Control) -> str:
             answering = set(control.pool.answering_ids)
             parts += [m.instance_id for m in control.pool.members if m.instance_id not in answering]
             return f"waiting for {', '.join(parts) or 'nothing'} to come up"
-        case Phase.EXPORTING:
-            return "engines wait for the trainer to write weights"
         case Phase.RELOADING:
             names = ", ".join(control.publication.waiting_for) or "the trainer's verdict"
             return f"the trainer waits for weight reloads: {names}"
-        case Phase.COLLECTING:
-            return "the trainer waits for rollouts"
-        case Phase.TRAINING:
-            return "rollouts go on while the trainer trains"
-        case Phase.SAVING:
-            return "the trainer writes a checkpoint"
-        case Phase.STOPPED:
-            return "stopping"
+        case phase:
+            return _WAITS[phase]

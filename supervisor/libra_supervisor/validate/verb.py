@@ -12,7 +12,12 @@ from libra.config.problems import ConfigProblemsError, Problem
 from libra.config.schema import json_schema
 from libra.errors import DataError
 from libra_supervisor.validate.names import shipped_names
-from libra_supervisor.validate.ports import DatasetSummary, EstimateMemory, SummarizeDataset
+from libra_supervisor.validate.ports import (
+    DatasetSummary,
+    EstimateMemory,
+    EvaluationDataError,
+    SummarizeDataset,
+)
 from libra_supervisor.validate.report import ConfigReport, explain, finding
 from libra_supervisor.validate.text import render
 
@@ -71,8 +76,8 @@ def _summarize(
     try:
         return summarize_dataset(loaded.config)
     except DataError as exc:
-        place = loaded.place_of.get("train_data")
-        problem = Problem(path="train_data", what=str(exc), place=place)
+        key = "eval_data" if isinstance(exc, EvaluationDataError) else "train_data"
+        problem = Problem(path=key, what=str(exc), place=loaded.place_of.get(key))
         raise ConfigProblemsError([problem], subject=loaded.sources[0]) from exc
 
 
