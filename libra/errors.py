@@ -1,5 +1,7 @@
 """The whole error tree. Each class says how the process ends when nobody handles it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -20,6 +22,10 @@ class DataError(LibraError):
     """A dataset, tokenizer or model file cannot be used; the message holds path:line:column."""
 
     exit_code = 2
+
+
+class TokenizerError(DataError):
+    """The tokenizer's own files cannot be used."""
 
 
 class InfeasiblePlanError(LibraError):
@@ -72,3 +78,32 @@ class RejectedError(LibraError):
 
 class InvariantError(LibraError):
     """A bug in Libra: a state that must not exist was reached."""
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first LibraError in a group of errors, else the first error; any other error itself."""
+    found = leaves(error)
+    return next((leaf for leaf in found if isinstance(leaf, LibraError)), found[0])
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """Errors in the order in which their tasks failed."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in leaves(inner)]
+    return [error]
+
+
+@contextmanager
+def ungrouped() -> Iterator[None]:
+    """Raise the first cause of a group of errors in its place; the others become its notes."""
+    cause = None
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        cause = first_cause(group)
+        for other in leaves(group):
+            if other is not cause:
+                cause.add_note(f"and besides: {type(other).__name__}: {other}")
+    # Outside of the handler, so that the group does not become the context of its own part.
+    if cause is not None:
+        raise cause

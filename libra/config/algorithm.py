@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from libra.config.base import Config, NonNegativeFloat, PositiveCount, PositiveFloat
+from libra.config.base import Config, Count, NonNegativeFloat, PositiveCount, PositiveFloat
 
 
 class AlgorithmConfig(Config, frozen=True, kw_only=True):
@@ -10,6 +10,10 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
 
     n_samples: PositiveCount = 8
     """Rollouts per prompt group for GRPO, in samples; divides batch_size."""
+
+    max_flat_drops: Count = 0
+    """Dynamic sampling: groups of equal rewards, which teach nothing, that are dropped per batch
+    for others to take their place; further ones are kept, so a step always ends. 0 keeps all."""
 
     advantage: Literal["grpo", "grpo_population_std", "dr_grpo", "rloo", "loo_std", "maxrl"] = (
         "grpo"

@@ -10,6 +10,8 @@ from libra.config.run import RunConfig
 VLLM_VOCABULARY_MULTIPLE = 64
 """vLLM pads the embedding's rows to a multiple of this before it splits them."""
 
+MAX_TRIED_DIVISOR = 10**6
+
 
 class BatchEquation(msgspec.Struct, frozen=True, kw_only=True):
     """One training step in prompts, samples (trajectories) and optimizer steps."""
@@ -64,19 +66,25 @@ def samples_per_optimizer_step(config: RunConfig) -> int:
     return config.training.mini_batch_size or config.training.batch_size
 
 
+def optimizer_steps(config: RunConfig) -> int:
+    """Whole mini-batches of one training step."""
+    return config.training.batch_size // samples_per_optimizer_step(config)
+
+
 def batch_equation(config: RunConfig) -> BatchEquation:
     """Equation of a configuration that passed the batch rules. Raises ValueError for another."""
     training, samples_per_prompt = config.training, config.algorithm.n_samples
     mini = samples_per_optimizer_step(config)
     dp = data_parallel_size(config)
     one_pass = (dp or 1) * training.micro_batch_size
-    if training.batch_size % samples_per_prompt or training.batch_size % mini or mini % one_pass:
+    is_whole_pass = planner_decides(config) or mini % one_pass == 0
+    if training.batch_size % samples_per_prompt or training.batch_size % mini or not is_whole_pass:
         raise ValueError("the batch does not divide into whole parts")
     return BatchEquation(
         prompts=training.batch_size // samples_per_prompt,
         samples_per_prompt=samples_per_prompt,
         samples=training.batch_size,
-        optimizer_steps=training.batch_size // mini,
+        optimizer_steps=optimizer_steps(config),
         samples_per_optimizer_step=mini,
         data_parallel_size=dp,
         samples_per_rank=mini // dp if dp else None,
@@ -130,8 +138,12 @@ def nearest_multiples(value: int, of: int) -> tuple[int, ...]:
 
 
 def nearest_divisors(value: int, of: int) -> tuple[int, ...]:
-    """Divisors of `of` next to `value`, ascending; one when `value` divides it."""
-    small = [divisor for divisor in range(1, isqrt(of) + 1) if of % divisor == 0]
+    """Divisors of `of` next to `value`, ascending; one when `value` divides it.
+
+    Beyond MAX_TRIED_DIVISOR squared a nearer one may be missed: no search may take minutes.
+    """
+    tried = range(1, min(isqrt(of), MAX_TRIED_DIVISOR) + 1)
+    small = [divisor for divisor in tried if of % divisor == 0]
     divisors = sorted({*small, *(of // divisor for divisor in small)})
     below = [divisor for divisor in divisors if divisor <= value][-1:]
     above = [divisor for divisor in divisors if divisor >= value][:1]

@@ -3,7 +3,7 @@
 NOT_YET only shrinks. What the installed stack cannot do is another matter, and said as such.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import msgspec
@@ -106,6 +106,19 @@ def check_stack(config: RunConfig, *, has_transformer_engine: bool) -> tuple[Pro
         Problem(path=path, what=f"the installed stack cannot: {reason}", related=("device",))
         for path, (applies, reason) in refused.items()
         if applies
+    )
+
+
+def check_trackers(config: RunConfig, *, missing: Collection[str]) -> tuple[Problem, ...]:
+    """Find trackers whose package is `missing` on this machine."""
+    return tuple(
+        Problem(
+            path="trackers",
+            what=f"{name} is not installed here",
+            hint=f"pip install 'libra-rl[{name}]', or leave it out",
+        )
+        for name in config.tracing.trackers
+        if name in missing
     )
 
 

@@ -12,6 +12,16 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 DecayRate = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 """Weight of the past in a running mean; 1 would never move."""
 
+Multiplier = Annotated[float, msgspec.Meta(ge=0, le=1000)]
+Gibibytes = Annotated[float, msgspec.Meta(ge=0, le=1_000_000)]
+"""More would overflow where sizes are whole numbers of bytes."""
+
+LogSpread = Annotated[float, msgspec.Meta(ge=0, le=10)]
+"""Standard deviation of a natural logarithm; 10 spreads over nine orders of magnitude."""
+
+Rate = Annotated[float, msgspec.Meta(ge=1)]
+"""Per second; less than one of anything takes longer than a float can say."""
+
 GrowthFactor = Annotated[float, msgspec.Meta(ge=1)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]

@@ -217,9 +217,9 @@ class _Reader:
         match node.tag.removeprefix(_TAG):
             case "str":
                 return _checked_text(text)
-            case "null":
+            case "null" if _NULL.fullmatch(text):
                 return None
-            case "bool" if _BOOL.match(text):
+            case "bool" if _BOOL.fullmatch(text):
                 return text.lower() in _TRUE_WORDS
             case "int" if _INT.match(text):
                 return int(_checked_number(text), 0)

@@ -8,6 +8,7 @@ import yaml
 
 from libra.config.run import RunConfig
 from libra.config.surface import FLAT_SECTIONS
+from libra.config.wording import reads_as_itself
 
 
 def dump_resolved(config: RunConfig) -> bytes:
@@ -37,6 +38,24 @@ def surface_of(config: RunConfig) -> dict[str, Any]:
 
 def dump_yaml(config: RunConfig) -> str:
     """YAML in the form of a configuration file, every option written out."""
-    return yaml.safe_dump(
-        surface_of(config), sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
+    return yaml.dump(
+        surface_of(config),
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=None,
+        width=100,
     )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text wherever this reader, not PyYAML's, could take it for something else."""
+
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # Single quotes lose NEL (U+0085) and its kind in PyYAML; double quotes escape all of them.
+    style = None if text.isprintable() and (not text or reads_as_itself(text)) else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)

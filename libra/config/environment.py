@@ -61,6 +61,9 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     phase_trace: bool | None = None
     phase_trace_dir: str | None = None
     home: str | None = None
+    data_home: str | None = None
+    """Where a user's programs keep what they learned; None: below `home`."""
+
     cuda_visible_devices: tuple[str, ...] | None = None
     """None: all devices; empty: none."""
 
@@ -75,6 +78,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         phase_trace=reader.boolean(TRACE_VARIABLE),
         phase_trace_dir=environ.get(TRACE_DIRECTORY_VARIABLE) or None,
         home=environ.get("HOME") or None,
+        data_home=environ.get("XDG_DATA_HOME") or None,
         cuda_visible_devices=_devices(environ.get("CUDA_VISIBLE_DEVICES")),
         slurm=_slurm(reader) if "SLURM_JOB_ID" in environ else None,
         torchrun=_torchrun(reader)

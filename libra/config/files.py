@@ -42,7 +42,8 @@ def read_model_arch(
     path = config.model.model_path
     kind = files.kind_of(Path(path))
     if not path:
-        return None, ()
+        hint = "name the model's directory"
+        return None, (Problem(path="model_path", what="is not set", hint=hint),)
     if kind != "directory":
         what = f"there is no directory {path}" if kind == "missing" else f"{path} is no directory"
         hint = "point it at a Hugging Face model directory on this machine; nothing is downloaded"

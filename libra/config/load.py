@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from libra.config.availability import check_availability, check_stack
+from libra.config.availability import check_availability, check_stack, check_trackers
 from libra.config.compose import compose, parse_override
 from libra.config.document import MapNode, Node, Scalar
 from libra.config.dump import dump_resolved, dump_yaml, parse_resolved
@@ -123,21 +123,26 @@ def load_config(
     disk = Disk()
     problems: list[Problem] = []
     environment = _read_environment(environ, problems)
-    working_directory = str(Path.cwd())
+    working_directory = _working_directory(problems)
     layers = []
     for text in overrides:
         layer, found = parse_override(text, working_directory)
         layers.append(layer)
         problems += found
     composed = compose(
-        path, disk, environment=_layer_of(environment, working_directory), overrides=layers
+        path,
+        disk,
+        environment=_layer_of(environment, working_directory),
+        overrides=layers,
+        home=environment.home,
     )
-    typed = to_config(composed.tree, home=environment.home)
+    typed = to_config(composed.tree, home=environment.home, is_whole=composed.is_whole)
     problems += (*composed.problems, *typed.problems)
     loaded = _complete(typed, composed.sources, environment, disk)
-    found_names = check_names(loaded.config, shipped) if shipped else ()
-    cross = (*_cross_checks(loaded, disk, purpose), *found_names)
-    problems += _located(cross, loaded, typed)
+    if composed.is_whole:
+        found_names = check_names(loaded.config, shipped) if shipped else ()
+        cross = (*_cross_checks(loaded, disk, purpose), *found_names)
+        problems += _located(cross, loaded, typed)
     if problems:
         raise ConfigProblemsError(_in_order(problems, composed.sources), subject=str(path))
     return loaded
@@ -149,6 +154,15 @@ def load_resolved(path: Path) -> RunConfig:
         return parse_resolved(path.read_bytes())
     except (OSError, ValueError) as exc:
         raise ConfigError(f"cannot use the resolved configuration {path}: {exc}") from exc
+
+
+def _working_directory(problems: list[Problem]) -> str:
+    try:
+        return str(Path.cwd())
+    except OSError as exc:
+        what = f"the working directory cannot be used: {exc.strerror or exc}"
+        problems.append(Problem(path="", what=what, hint="change to another one"))
+        return "/"
 
 
 def _read_environment(environ: Mapping[str, str], problems: list[Problem]) -> Environment:
@@ -202,10 +216,17 @@ def _cross_checks(loaded: LoadedConfig, files: Files, purpose: Purpose) -> tuple
         *problems,
         *check_availability(config, loaded.environment),
         *check_stack(config, has_transformer_engine=find_spec("transformer_engine") is not None),
+        *check_trackers(config, missing=_missing(config.tracing.trackers)),
         *model_problems,
         *(check_model(config, found, files) if found else ()),
         *check_paths(config, files),
     )
+
+
+def _missing(packages: Iterable[str]) -> tuple[str, ...]:
+    """Those that cannot be imported; a mere directory of the name, such as W&B's, is no package."""
+    specs = {name: find_spec(name) for name in packages}
+    return tuple(name for name, spec in specs.items() if spec is None or spec.origin is None)
 
 
 def _located(found: Iterable[Problem], loaded: LoadedConfig, typed: Typed) -> tuple[Problem, ...]:

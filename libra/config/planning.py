@@ -7,7 +7,9 @@ from libra.config.base import (
     Bound,
     Config,
     Count,
-    NonNegativeFloat,
+    LogSpread,
+    Multiplier,
+    PathText,
     PositiveCount,
     Seconds,
 )
@@ -54,7 +56,7 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
     """Mean response length in tokens that the planner assumes until trajectories have been
     observed; 0 takes 40 % of max_new_tokens."""
 
-    prior_response_sigma: NonNegativeFloat = 0.8
+    prior_response_sigma: LogSpread = 0.8
     """Spread of the assumed response lengths: standard deviation of their natural logarithm."""
 
     train_comm_compute_ratio_threshold: Bound = inf
@@ -80,8 +82,12 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
     memory_budget_logits_dtype_bytes: PositiveCount = 4
     """Width in bytes of the dtype assumed for the logits temporary; 4 is float32."""
 
-    memory_budget_workspace_factor: NonNegativeFloat = 2.0
+    memory_budget_workspace_factor: Multiplier = 2.0
     """Multiplier for logits and workspace temporaries that live at the same time."""
+
+    calibration_dir: PathText = ""
+    """Directory of the factors measured so far, one file for each device and model; empty means
+    `libra/calibration` in XDG_DATA_HOME, or else in `~/.local/share`."""
 
     runtime_dynamic_reconfiguration_enabled: bool = False
     """Master switch for reconfiguration while the run goes on."""

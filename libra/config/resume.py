@@ -52,6 +52,7 @@ FREE: Final[frozenset[str]] = frozenset(
         "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "max_skipped_steps",
         "megatron_use_cpu_initialization", "megatron_sequence_parallel",
         "megatron_recompute_granularity",
+        "max_flat_drops",
         "advantage", "advantage_eps", "policy_loss", "clip_ratio_low", "clip_ratio_high",
         "clip_ratio_dual", "loss_agg_mode", "importance_correction", "importance_cap",
         "importance_floor", "kl_coefficient", "kl_estimator", "kl_unbiased",
@@ -63,7 +64,9 @@ FREE: Final[frozenset[str]] = frozenset(
         "sync_interval", "rollout_weight_sync_mode", "rollout_weight_reload_method",
         "rollout_weight_reload_strategy", "rollout_weight_pause_mode",
         "rollout_weight_ack_timeout_s",
-        "phase_trace_enabled", "phase_trace_dir",
+        "phase_trace_enabled", "phase_trace_dir", "phase_trace_max_bytes", "phase_trace_keep",
+        "trackers", "tensorboard_dir", "wandb_project", "wandb_mode", "mlflow_tracking_uri",
+        "mlflow_experiment",
         "global_resource_planner.*", "heterogeneous_rollout.*", "supervision.*", "api.*",
         "hardware.*",
     }

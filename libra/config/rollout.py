@@ -9,6 +9,7 @@ from libra.config.base import (
     Config,
     Count,
     Fraction,
+    Gibibytes,
     NonNegativeFloat,
     PathText,
     Port,
@@ -98,7 +99,7 @@ class SchedulingConfig(Config, frozen=True, kw_only=True):
     """KV capacity in tokens per TP degree, e.g. `{1: 120000, 4: 450000}`; empty estimates it from
     the hardware and the model and calibrates it against the engines."""
 
-    kv_activation_reserve_gib: NonNegativeFloat = 4.0
+    kv_activation_reserve_gib: Gibibytes = 4.0
     """Memory per GPU in GiB left out when KV capacity is estimated."""
 
     load_balance_strategy: Literal["least_connections", "round_robin", "weighted"] = (

@@ -98,8 +98,9 @@ class MegatronConfig(Config, frozen=True, kw_only=True):
     megatron_optimizer_cpu_offload: bool = False
     """Offload optimizer state to CPU."""
 
-    megatron_optimizer_offload_fraction: Fraction = 0.0
-    """Fraction of optimizer state to offload; needs megatron_optimizer_cpu_offload."""
+    megatron_optimizer_offload_fraction: Fraction = 1.0
+    """Fraction of optimizer state to offload; needs megatron_optimizer_cpu_offload. By default all
+    of it, as Megatron-LM's own command line has it."""
 
     megatron_use_cpu_initialization: bool = True
     """Build model weights through CPU initialization."""

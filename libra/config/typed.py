@@ -29,8 +29,11 @@ from libra.config.surface import (
 )
 
 _EXPONENT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
+_NUMBER = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$")
 _DIGITS = re.compile(r"[0-9]")
 MAX_LISTED_LEAVES = 20
+MAX_SUGGESTIONS = 100
+"""Each takes a millisecond, and a file with more unknown options is no configuration."""
 
 
 class _Invalid:
@@ -50,9 +53,13 @@ class Typed(msgspec.Struct, frozen=True, kw_only=True):
     """Where each option that somebody wrote was written."""
 
 
-def to_config(tree: MapNode, *, home: str | None) -> Typed:
-    """Check `tree` against every section. Never raises for what a user wrote."""
-    converter = _Converter(home)
+def to_config(tree: MapNode, *, home: str | None, is_whole: bool = True) -> Typed:
+    """Check `tree` against every section. Never raises for what a user wrote.
+
+    With `is_whole` false a file is missing from the tree, so that nothing is said of options that
+    nobody set.
+    """
+    converter = _Converter(home, is_whole=is_whole)
     values = converter.run(tree)
     return Typed(
         config=msgspec.convert(values, RunConfig, strict=True),
@@ -63,11 +70,13 @@ def to_config(tree: MapNode, *, home: str | None) -> Typed:
 
 
 class _Converter:
-    def __init__(self, home: str | None) -> None:
+    def __init__(self, home: str | None, *, is_whole: bool) -> None:
         self.problems: list[Problem] = []
         self.warnings: list[Problem] = []
         self.place_of: dict[str, Place] = {}
         self._home = home
+        self._is_whole = is_whole
+        self._num_suggestions = 0
 
     def run(self, tree: MapNode) -> dict[str, Any]:
         """Values by section, for `msgspec.convert`; broken and absent ones are left out."""
@@ -111,7 +120,7 @@ class _Converter:
             if child is not None:
                 self.place_of[path] = child.place
                 value = self._value(field.type, child, path)
-            elif field.required:
+            elif field.required and self._is_whole:
                 self._report(path, "is required and not set", node.place)
             if not isinstance(value, _Invalid):
                 values[field.name] = value
@@ -179,7 +188,8 @@ class _Converter:
         if type(value) is int:
             value = float(value) if abs(value) < 1 << 1000 else inf
         if type(value) is not float:
-            hint = "remove the quotes" if isinstance(value, str) else ""
+            is_quoted = isinstance(value, str) and not node_is_plain(node)
+            hint = "remove the quotes" if is_quoted and _NUMBER.match(value) else ""
             return self._report(path, f"wants a number, got {_say(node)}", node.place, hint)
         if isnan(value) or (isinf(value) and not may_be_infinite):
             return self._report(path, f"wants a finite number, got {_say(node)}", node.place)
@@ -281,7 +291,10 @@ class _Converter:
     def _report_unknown(self, path: str, node: Node, siblings: list[str]) -> None:
         leaves = list(_leaves(node, path))
         for leaf_path, leaf in leaves[:MAX_LISTED_LEAVES]:
-            self._report(leaf_path, "unknown option", leaf.place, _suggest(leaf_path, siblings))
+            self._num_suggestions += 1
+            few = self._num_suggestions <= MAX_SUGGESTIONS
+            hint = _suggest(leaf_path, siblings) if few else ""
+            self._report(leaf_path, "unknown option", leaf.place, hint)
         if len(leaves) > MAX_LISTED_LEAVES:
             what = f"and {len(leaves) - MAX_LISTED_LEAVES} more unknown options below"
             self._report(path, what, node.place)

@@ -96,7 +96,7 @@ def yaml_words(value: Any) -> str:
             pairs = (f"{key}: {yaml_words(item)}" for key, item in value.items())
             return f"{{{', '.join(pairs)}}}"
         case str():
-            return value if _reads_as_itself(value) else json.dumps(value, ensure_ascii=False)
+            return value if reads_as_itself(value) else json.dumps(value, ensure_ascii=False)
         case _:
             return str(value)
 
@@ -106,7 +106,7 @@ def _float_words(value: float) -> str:
     return short if float(short) == value else repr(value)
 
 
-def _reads_as_itself(text: str) -> bool:
+def reads_as_itself(text: str) -> bool:
     """Whether YAML takes `text` for exactly this text, without quotes, inside a list too."""
     node, problems = parse_document(f"[{text}]", Place(""))
     if problems or not isinstance(node, ListNode) or len(node.items) != 1:

@@ -8,7 +8,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from libra.data.chat_template import ChatTemplate, Message
-from libra.errors import DataError
+from libra.errors import TokenizerError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -17,7 +17,7 @@ class PromptTokenizer:
     """The tokenizer of one run. It works on the CPU: long texts belong in a thread."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises DataError when `directory` holds no usable tokenizer."""
+        """Raises TokenizerError when `directory` holds no usable tokenizer."""
         self._directory = directory
         self._tokenizer = _load_tokenizer(directory / "tokenizer.json")
         config = _read_json(directory / "tokenizer_config.json")
@@ -80,13 +80,19 @@ class PromptTokenizer:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
+    def spelled(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Each token's own text, special tokens included."""
+        return tuple(
+            self._tokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids
+        )
+
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
-            raise DataError(
+            raise TokenizerError(
                 f"{self._directory}: the tokenizer has no chat template; set "
                 "apply_chat_template: false, or add chat_template.jinja"
             )
@@ -102,11 +108,11 @@ class PromptTokenizer:
 
 def _load_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
-        raise DataError(f"{path}: no such file; tokenizer_path must name a directory with it")
+        raise TokenizerError(f"{path}: no such file; tokenizer_path must name a directory with it")
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception, whatever is wrong
-        raise DataError(f"{path}: {error}") from error
+        raise TokenizerError(f"{path}: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -115,7 +121,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.MsgspecError) as error:
-        raise DataError(f"{path}: {error}") from error
+        raise TokenizerError(f"{path}: {error}") from error
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

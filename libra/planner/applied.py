@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from libra.config.rollout import TpBucket
 from libra.config.run import RunConfig
+from libra.errors import ConfigError
 from libra.planner.plan import Plan
 
 
@@ -35,3 +36,38 @@ def planned_config(config: RunConfig, plan: Plan) -> RunConfig:
             config.global_resource_planner, initial_allocation_strategy="configured"
         ),
     )
+
+
+def pinned_config(config: RunConfig, old: RunConfig) -> RunConfig:
+    """`config` for a run that goes on: with `grp` it keeps the layout that `old` was run with.
+
+    Checkpoints are not moved between layouts, and what was learned since might plan another one.
+    Raises ConfigError when the budget of GPUs has changed.
+    """
+    if config.global_resource_planner.initial_allocation_strategy != "grp":
+        return config
+    budget, had = _num_gpus(config), _num_gpus(old)
+    if budget != had:
+        raise ConfigError(
+            f"train_gpus + rollout_gpus is {budget} and was {had}, but --resume cannot change the "
+            "planner's budget: set it back, or start a new run"
+        )
+    sizes = (
+        *("train_gpus", "train_tp_size", "train_pp_size", "train_cp_size", "train_ep_size"),
+        "micro_batch_size",
+    )
+    return replace(
+        config,
+        training=replace(config.training, **{name: getattr(old.training, name) for name in sizes}),
+        rollout=replace(config.rollout, rollout_gpus=old.rollout.rollout_gpus),
+        heterogeneous_rollout=replace(
+            config.heterogeneous_rollout, instances=old.heterogeneous_rollout.instances
+        ),
+        global_resource_planner=replace(
+            config.global_resource_planner, initial_allocation_strategy="configured"
+        ),
+    )
+
+
+def _num_gpus(config: RunConfig) -> int:
+    return config.training.train_gpus + config.rollout.rollout_gpus

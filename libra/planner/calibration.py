@@ -1,15 +1,19 @@
 """Measured over predicted, per operation: what corrects the next plan.
 
 A book belongs to one (hardware, model). Ratios are averaged as logarithms, so that twice too slow
-and twice too fast cancel; the first observations count in full, later ones with weight
-`_MEMORY`, and one observation moves a factor by at most `_LARGEST_STEP`.
+and twice too fast cancel. The first measurement is taken as it is: data sheets may be far off.
+Later ones count for 1/2, 1/3, ... and never less than `_MEMORY`, and one of them is taken for at
+most `_LARGEST_STEP` away: farther is an accident.
 """
 
+from hashlib import sha256
 from math import exp, log
 from typing import Literal, TypeAlias
 
 import msgspec
 
+from libra.config.hardware import HardwareConfig
+from libra.config.model_arch import ModelArchConfig
 from libra.errors import InvariantError
 
 Operation: TypeAlias = Literal[
@@ -17,11 +21,13 @@ Operation: TypeAlias = Literal[
     "recompute_logprobs",
     "rollout_decode",
     "rollout_prefill",
+    "weight_export",
+    "weight_sync",
     "train_memory",
     "recompute_memory",
 ]
-"""The first four are seconds; names of phases are those of the phase trace. The last two are bytes
-beyond the static ones (parameters, gradients, optimizer state)."""
+"""The memory operations are bytes beyond the static ones (parameters, gradients, optimizer state);
+all others are seconds. Names of phases are those of the phase trace."""
 
 _MEMORY = 0.2
 _LARGEST_STEP = log(4.0)
@@ -34,7 +40,7 @@ class Factor(msgspec.Struct, frozen=True, kw_only=True):
     log_variance: float = 0.0
     num_observations: int = 0
     last_error_fraction: float = 0.0
-    """Of the newest observation: measured / predicted - 1, the prediction corrected as it was."""
+    """Of the newest observation: measured / (factor before it x predicted) - 1."""
 
     @property
     def ratio(self) -> float:
@@ -46,7 +52,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 
     operation: Operation
     predicted: float
-    """As planned, the factor of that time included."""
+    """By the model alone, without any factor."""
 
     measured: float
 
@@ -76,18 +82,29 @@ def observe(calibration: Calibration, observation: Observation) -> Calibration:
             "positive and finite"
         )
     old = calibration.factors.get(observation.operation, Factor())
-    error = log(measured / predicted)
-    step = max(-_LARGEST_STEP, min(_LARGEST_STEP, error))
+    error = log(measured / predicted) - old.log_ratio
+    step = max(-_LARGEST_STEP, min(_LARGEST_STEP, error)) if old.num_observations else error
     weight = max(_MEMORY, 1 / (old.num_observations + 1))
     new = Factor(
         log_ratio=old.log_ratio + weight * step,
         log_variance=(1 - weight) * (old.log_variance + weight * step**2),
         num_observations=old.num_observations + 1,
-        last_error_fraction=measured / predicted - 1,
+        last_error_fraction=exp(error) - 1,
     )
     return msgspec.structs.replace(
         calibration, factors={**calibration.factors, observation.operation: new}
     )
+
+
+def book_of(hardware: HardwareConfig, arch: ModelArchConfig) -> Calibration:
+    """The empty book of this device and model."""
+    return Calibration(hardware=hardware.device_name, model=model_key(arch))
+
+
+def model_key(arch: ModelArchConfig) -> str:
+    """`Qwen3ForCausalLM-40x5120-1f2e3d4c`: two models of one class are two models."""
+    digest = sha256(msgspec.json.encode(arch, order="sorted")).hexdigest()[:8]
+    return f"{arch.architecture}-{arch.num_layers}x{arch.hidden_size}-{digest}"
 
 
 def encode(calibration: Calibration) -> bytes:

@@ -67,8 +67,8 @@ def prior_demand(config: RunConfig) -> Demand:
             )
         ),
         source=f"prior: mean {mean:.0f} response tokens, sigma {planner.prior_response_sigma:g}",
-        prefill_share=_prefill_share(config),
-        num_batches=_num_batches(config),
+        prefill_share=prefill_share(config),
+        num_batches=num_batches_in_flight(config),
     )
 
 
@@ -92,8 +92,8 @@ def observed_demand(config: RunConfig, lengths: Sequence[tuple[int, int]]) -> De
         prompt_tokens=tuple(prompt for prompt, _ in picked),
         response_tokens=tuple(response for _, response in picked),
         source=f"observed: {len(lengths)} trajectories",
-        prefill_share=_prefill_share(config),
-        num_batches=_num_batches(config),
+        prefill_share=prefill_share(config),
+        num_batches=num_batches_in_flight(config),
     )
 
 
@@ -124,13 +124,13 @@ class LengthWindow:
         return observed_demand(config, tuple(self._lengths))
 
 
-def _prefill_share(config: RunConfig) -> float:
+def prefill_share(config: RunConfig) -> float:
     if config.heterogeneous_rollout.scheduling.prefix_affinity:
         return 1.0 / config.algorithm.n_samples
     return 1.0
 
 
-def _num_batches(config: RunConfig) -> int:
+def num_batches_in_flight(config: RunConfig) -> int:
     """How many batches rollout may work on at a time; more than `_MOST_BATCHES` change nothing."""
     by_concurrency = config.rollout.max_concurrent_rollouts // config.training.batch_size
     by_staleness = config.rollout.max_head_offpolicyness + 1

@@ -105,6 +105,10 @@ class TrainMemory(msgspec.Struct, frozen=True, kw_only=True):
         static = sum(self._static_bytes(layout).values())
         return static, static + sum(self._recompute_bytes(layout).values())
 
+    def update_bytes(self, layout: TrainLayout) -> int:
+        """Bytes beyond the static ones at the peak of the update."""
+        return sum(self._update_bytes(layout).values())
+
     def _static_bytes(self, layout: TrainLayout) -> dict[Item, int]:
         dense, experts = rank_parameters(self.arch, tp=layout.tp, pp=layout.pp, ep=layout.ep)
         shards = layout.cp * layout.dp if self.megatron.megatron_use_distributed_optimizer else 1

@@ -1,8 +1,8 @@
 """What the recompute dry run says about a plan, and what follows from it.
 
 `memory_budget_dry_run_enabled`: the ranks run one complete recompute pass before training and
-report their peak. The peak corrects the estimate; a probe that did not fit, or whose corrected
-budget no longer fits, excludes its layout and the search runs again.
+report by how much it raised what they hold. That corrects the estimate; a probe that did not fit,
+or with which the budget no longer fits, excludes its layout and the search runs again.
 """
 
 from typing import TypeAlias, assert_never
@@ -25,7 +25,10 @@ stops at the first request that does not fit and never says what would have foll
 
 
 class ProbeMeasured(msgspec.Struct, frozen=True, kw_only=True):
-    """The pass ran; the largest of its ranks' peaks."""
+    """The pass ran; the largest of its ranks' figures."""
+
+    rise_bytes: int
+    """By how much the pass raised what the rank held: optimizer state is not there yet."""
 
     peak_bytes: int
 
@@ -63,40 +66,46 @@ class ProbedRun(msgspec.Struct, frozen=True, kw_only=True):
     excluded: frozenset[TrainLayout] = frozenset()
 
 
+def probe_observation(run: ProbedRun, outcome: ProbeOutcome) -> Observation | None:
+    """What the probe teaches about `recompute_memory`; None when nothing rose."""
+    nothing_known = msgspec.structs.replace(run.calibration, factors={})
+    memory = cost_models(run.config, nothing_known).train_memory
+    static_bytes, estimated_bytes = memory.recompute_peak_bytes(run.report.choice.train)
+    match outcome:
+        case ProbeMeasured(rise_bytes=rise_bytes):
+            measured_bytes = rise_bytes
+        case ProbeOutOfMemory():
+            measured_bytes = int(memory.capacity_bytes * _LEAST_OVERSHOOT) - static_bytes
+        case _:
+            assert_never(outcome)
+    if measured_bytes <= 0 or estimated_bytes <= static_bytes:
+        return None
+    return Observation(
+        operation="recompute_memory",
+        predicted=estimated_bytes - static_bytes,
+        measured=measured_bytes,
+    )
+
+
 def on_probe(run: ProbedRun, outcome: ProbeOutcome) -> KeepPlan | SwitchPlan:
     """Compare the probe with the estimate and keep the plan or make another.
 
     Raises InfeasiblePlanError when nothing is left, or when the split is pinned by `configured`.
     """
     layout = run.report.choice.train
-    memory = cost_models(run.config, run.calibration).train_memory
-    static_bytes, estimated_bytes = memory.recompute_peak_bytes(layout)
-    match outcome:
-        case ProbeMeasured(peak_bytes=peak_bytes):
-            measured_bytes = peak_bytes
-        case ProbeOutOfMemory():
-            measured_bytes = int(memory.capacity_bytes * _LEAST_OVERSHOOT)
-        case _:
-            assert_never(outcome)
-    calibration = observe(
-        run.calibration,
-        Observation(
-            operation="recompute_memory",
-            predicted=max(1, estimated_bytes - static_bytes),
-            measured=max(1, measured_bytes - static_bytes),
-        ),
-    )
-    said = (
-        f"recompute probe of {layout}: {_gib(measured_bytes)} measured, "
-        f"{_gib(estimated_bytes)} estimated"
-    )
-    fits = isinstance(outcome, ProbeMeasured) and (
-        cost_models(run.config, calibration).train_memory.budget(layout).fits
-    )
-    if fits:
+    observation = probe_observation(run, outcome)
+    calibration = run.calibration
+    if observation is not None:
+        calibration = observe(calibration, observation)
+    said = f"recompute probe of {layout}: {_in_words(run, outcome)}"
+    if _fits(run, outcome, calibration):
         return KeepPlan(message=said, calibration=calibration)
     if run.report.plan.strategy == "configured":
-        raise InfeasiblePlanError(f"{said}: the configured split does not fit")
+        raise InfeasiblePlanError(
+            f"{said}: the configured split does not fit; lower recompute_micro_batch_size or "
+            "max_model_len, raise train_tp_size, or let the planner choose "
+            "(initial_allocation_strategy: grp)"
+        )
     excluded = run.excluded | {layout}
     report = plan(run.config, demand=run.demand, calibration=calibration, excluded=excluded)
     return SwitchPlan(
@@ -107,5 +116,29 @@ def on_probe(run: ProbedRun, outcome: ProbeOutcome) -> KeepPlan | SwitchPlan:
     )
 
 
+def _fits(run: ProbedRun, outcome: ProbeOutcome, calibration: Calibration) -> bool:
+    """Both the corrected budget and this very measurement, which one factor may average away."""
+    if not isinstance(outcome, ProbeMeasured):
+        return False
+    layout = run.report.choice.train
+    memory = cost_models(run.config, calibration).train_memory
+    static_bytes, _ = memory.recompute_peak_bytes(layout)
+    margin = run.config.global_resource_planner.memory_budget_safety_margin_bytes
+    needed = static_bytes + outcome.rise_bytes + margin
+    return memory.budget(layout).fits and needed <= memory.capacity_bytes
+
+
+def _in_words(run: ProbedRun, outcome: ProbeOutcome) -> str:
+    memory = cost_models(run.config, run.calibration).train_memory
+    static_bytes, estimated_bytes = memory.recompute_peak_bytes(run.report.choice.train)
+    estimated = (
+        f"{_gib(estimated_bytes - static_bytes)} estimated beside {_gib(static_bytes)} of "
+        f"parameters, gradients and optimizer state, on {_gib(memory.capacity_bytes)}"
+    )
+    if isinstance(outcome, ProbeMeasured):
+        return f"{_gib(outcome.rise_bytes)} measured (peak {_gib(outcome.peak_bytes)}), {estimated}"
+    return f"out of memory, {estimated}"
+
+
 def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"
+    return f"{size / GIB:.2f} GiB"

@@ -50,9 +50,10 @@ def _option(option: Option) -> Iterator[str]:
     if estimate is not None:
         train = estimate.train
         yield (
-            f"    step {estimate.step_s:.1f} s = max(train {train.total_s:.1f} s, "
+            f"    step {estimate.step_s:.1f} s = max(train {estimate.train_s:.1f} s, "
             f"rollout {estimate.rollout_s:.1f} s); recompute "
             f"{train.recompute_logprobs_s:.1f} s, update {train.grpo_update_s:.1f} s, "
+            f"weights to the engines {estimate.publish_s:.1f} s, "
             f"bubble {train.bubble_fraction:.0%}"
         )
 

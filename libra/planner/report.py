@@ -19,16 +19,26 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """Its times are for `num_batches` steps' requests together."""
 
     num_batches: int = 1
+    publish_s: float = 0.0
+    """Export and reload, one step's share: the trainer waits for them."""
+
+    pause_s: float = 0.0
+    """The slowest instance's share of a reload, in which it stands still."""
 
     @property
     def rollout_s(self) -> float:
-        """Rollout's time for one step."""
-        return self.rollout.makespan_s / self.num_batches
+        """Rollout's time for one step, standing still included."""
+        return self.rollout.makespan_s / self.num_batches + self.pause_s
+
+    @property
+    def train_s(self) -> float:
+        """Training's time for one step, until the engines have its weights."""
+        return self.train.total_s + self.publish_s
 
     @property
     def step_s(self) -> float:
         """Training and rollout go on side by side: the slower sets the pace."""
-        return max(self.train.total_s, self.rollout_s)
+        return max(self.train_s, self.rollout_s)
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):

@@ -135,5 +135,16 @@ def block_seconds(cost: InstanceCost, work: Workload, begin: int, end: int) -> f
     return max(gpu, cost.api_token_s * tokens)
 
 
+def step_seconds(cost: InstanceCost, *, num_sequences: float, cached_tokens: float) -> float:
+    """One decode step of `num_sequences` that have `cached_tokens` in the cache together."""
+    read = cost.weights_s + cost.expert_s * min(num_sequences, cost.num_expert_sequences)
+    return (
+        cost.step_s
+        + max(read, cost.compute_s * num_sequences)
+        + cost.token_s * num_sequences
+        + cost.cached_token_s * cached_tokens
+    )
+
+
 def _prefix(values: Sequence[int]) -> list[int]:
     return [0, *accumulate(values)]

@@ -1,7 +1,8 @@
 """The split, the training layout and the rollout instances of smallest step time.
 
-minimise max(T_train, T_rollout) per step over the split of N GPUs. T_rollout does not rise with
-more GPUs. Training counts that are no faster than a smaller one are dropped, after which T_train
+minimise max(T_train, T_rollout) per step over the split of N GPUs. Both include the weight sync:
+the trainer waits for all of it, an instance for its own load. T_rollout does not rise with more
+GPUs. Training counts that are no faster than a smaller one are dropped, after which T_train
 falls with more GPUs, so the two curves cross once and the best split is one of the two beside the
 crossing. The crossing is found by bisection, and only few splits beside it are solved.
 """
@@ -13,7 +14,7 @@ import msgspec
 from libra.config.availability import NOT_YET
 from libra.config.run import RunConfig
 from libra.errors import InfeasiblePlanError
-from libra.planner.calibration import Calibration
+from libra.planner.calibration import Calibration, book_of
 from libra.planner.cost_models import CostModels, cost_models, described
 from libra.planner.demand import Demand, prior_demand
 from libra.planner.layout import RolloutLayout
@@ -63,7 +64,7 @@ def plan(
     if config.global_resource_planner.initial_allocation_strategy == "configured":
         return _configured(config, demand, calibration)
     hardware, arch = described(config)
-    book = calibration or Calibration(hardware=hardware.device_name, model=arch.architecture)
+    book = calibration or book_of(hardware, arch)
     search = _Search(
         config,
         demand,
@@ -180,13 +181,15 @@ class _Search:
 
     def _crossing(self, candidates: Sequence[TrainCandidate]) -> int:
         """Index of the first candidate that leaves rollout too few GPUs to keep pace with it."""
+        # The reload stops both sides; the export only the trainer.
+        export_s = self._models.publish.step_export_s()
         low, high = 0, len(candidates)
         while low < high:
             middle = (low + high) // 2
             candidate = candidates[middle]
             num_gpus = self._num_gpus - candidate.layout.num_gpus
             if not self._rollout.keeps_pace(
-                num_gpus, candidate.cost.total_s * self._demand.num_batches
+                num_gpus, (candidate.cost.total_s + export_s) * self._demand.num_batches
             ):
                 high = middle
             else:
@@ -202,6 +205,8 @@ class _Search:
             train_budget=candidate.budget,
             rollout=layout,
             num_batches=self._demand.num_batches,
+            publish_s=publish_seconds(self._models, layout.tp_degrees),
+            pause_s=pause_seconds(self._models, layout.tp_degrees),
         )
         for tps in self._instances(layout, num_gpus):
             placed = place(
@@ -262,6 +267,16 @@ def train_work(config: RunConfig, demand: Demand) -> TrainWork:
     return TrainWork(demand, mini_batch_size=training.mini_batch_size or training.batch_size)
 
 
+def publish_seconds(models: CostModels, tps: Sequence[int]) -> float:
+    """Export and reload of one step."""
+    return models.publish.step_export_s() + models.publish.step_sync_s(tps)
+
+
+def pause_seconds(models: CostModels, tps: Sequence[int]) -> float:
+    """The slowest instance's part in the reload of one step."""
+    return max(map(models.publish.step_pause_s, tps), default=0.0)
+
+
 def unbuilt_options() -> dict[str, str]:
     """Options whose other values a run would refuse, and why."""
     return {gap.path: gap.reason for gap in NOT_YET}
@@ -288,9 +303,7 @@ def _configured(config: RunConfig, demand: Demand, calibration: Calibration | No
     estimate = None
     notes: tuple[str, ...] = ("no estimates: hardware or model_arch are not described",)
     if config.hardware is not None and config.model_arch is not None:
-        book = calibration or Calibration(
-            hardware=config.hardware.device_name, model=config.model_arch.architecture
-        )
+        book = calibration or book_of(config.hardware, config.model_arch)
         models = cost_models(config, book)
         estimate = Estimate(
             train=models.train.cost(train, train_work(config, demand)),
@@ -301,6 +314,8 @@ def _configured(config: RunConfig, demand: Demand, calibration: Calibration | No
                 by_capacity=config.heterogeneous_rollout.scheduling.load_metric == "kv_tokens",
             ),
             num_batches=demand.num_batches,
+            publish_s=publish_seconds(models, tps),
+            pause_s=pause_seconds(models, tps),
         )
         notes = ()
     choice = Option(train=train, rollout_tps=tps, estimate=estimate)
@@ -335,7 +350,7 @@ def _best(placed: Sequence[tuple[Option, Plan]]) -> tuple[Option, Plan]:
 def _both_sides_s(option: Option) -> float:
     if option.estimate is None:
         return 0.0
-    return option.estimate.train.total_s + option.estimate.rollout_s
+    return option.estimate.train_s + option.estimate.rollout_s
 
 
 def _step_s(option: Option) -> float:

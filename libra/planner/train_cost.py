@@ -48,6 +48,9 @@ _HOST_LINK_BYTES_PER_S = 25e9
 """PCIe generation 4, 16 lanes, as reached."""
 
 _HOST_ADAM_PARAMETERS_PER_S = 1.0e9
+_ROUNDING = 1 - 1e-9
+"""Sums of the same times in another order may differ by this share."""
+
 _BACKWARD = 2
 """A backward pass costs two forward passes."""
 
@@ -103,8 +106,8 @@ class TrainModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     training: TrainingConfig
     megatron: MegatronConfig
     calibration: Calibration
-    num_forward_only_passes: int
-    """recompute-logprobs, and the reference policy when there is one."""
+    has_reference: bool
+    """A reference policy is scored too."""
 
     @cached_property
     def dtype_bytes(self) -> int:
@@ -114,26 +117,32 @@ class TrainModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         tokens, squares = work.micro_batches(layout.dp, layout.micro_batch_size)
         stages = self._stages(layout, tokens, squares)
         update_s = one_forward_one_backward_s(stages) + self._step_end_s(layout)
-        recompute_s = 0.0
-        if self.num_forward_only_passes:
+        recompute_s, num_passes = 0.0, self._num_forward_only_passes(work)
+        if num_passes:
             size = self.training.recompute_micro_batch_size
             rows = self._stages(layout, *work.micro_batches(layout.dp, size))
             recompute_s = forward_only_s([stage.forward_s for stage in rows])
         return TrainCost(
             recompute_logprobs_s=self.calibration.ratio("recompute_logprobs")
             * recompute_s
-            * self.num_forward_only_passes
+            * num_passes
             * work.num_mini_batches,
             grpo_update_s=self.calibration.ratio("grpo_update") * update_s * work.num_mini_batches,
             bubble_fraction=bubble_fraction(layout.pp, len(tokens)),
         )
+
+    def _num_forward_only_passes(self, work: TrainWork) -> int:
+        """With one mini-batch the update's own forward pass gives the old logprobs."""
+        recomputes = self.training.recompute_logprobs and work.num_mini_batches > 1
+        return int(recomputes) + int(self.has_reference)
 
     def lower_bound_s(self, layout: TrainLayout, work: TrainWork) -> float:
         """At most `cost(layout, work).total_s`: the last stage's busy time, the pipeline full."""
         tokens, squares = work.micro_batches(layout.dp, layout.micro_batch_size)
         forward, backward = self._pass_seconds(layout, tokens, squares, has_head=True)
         update_s = float((forward + backward).sum()) + self._step_end_s(layout)
-        return self.calibration.ratio("grpo_update") * update_s * work.num_mini_batches
+        ratio = self.calibration.ratio("grpo_update") * _ROUNDING
+        return ratio * update_s * work.num_mini_batches
 
     def tensor_comm_ratio(self, tp: int) -> float:
         """Seconds of TP collectives per second of computation, for one token of one block."""

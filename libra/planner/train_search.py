@@ -237,7 +237,15 @@ class TrainSearch:
     def _micro_batches(self, layout: TrainLayout, branch: str) -> Iterator[TrainLayout]:
         smallest, per_rank = layout.micro_batch_size, self._mini_batch // layout.dp
         largest = min(smallest * _LARGEST_MICRO_BATCH_GROWTH, per_rank)
-        sizes = _powers(smallest, max(smallest, largest))
+        # A run takes whole micro-batches only.
+        sizes = [size for size in _powers(smallest, largest) if per_rank % size == 0]
+        if not sizes:
+            self._log.cut(
+                branch,
+                f"no micro-batch of {smallest} times a power of two divides the {per_rank} "
+                f"trajectories that a rank has per optimizer step (DP{layout.dp})",
+            )
+            return
         candidates = (msgspec.structs.replace(layout, micro_batch_size=size) for size in sizes)
         # A larger micro-batch needs more memory and leaves a larger bubble: the first to fail ends.
         yield from takewhile(lambda candidate: self._passes(candidate, branch), candidates)

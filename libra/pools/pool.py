@@ -98,7 +98,18 @@ class RolloutPool:
             return
         self._set(moved(member, MemberState.QUARANTINED, now=now, version=None, last_error=error))
 
-    def on_exited(self, instance_id: InstanceId, error: str, *, now: float) -> None:
+    def on_suspected(self, instance_id: InstanceId, reason: str, *, now: float) -> None:
+        """It runs and does not do its work, so it is being ended: out of routing from here on."""
+        member = self._members[instance_id]
+        if member.state in ANSWERING:
+            self._set(
+                moved(member, MemberState.QUARANTINED, now=now, version=None, last_error=reason)
+            )
+
+    def on_exited(
+        self, instance_id: InstanceId, error: str, *, now: float, is_planned: bool = False
+    ) -> None:
+        """The process is gone. `is_planned`: to be replaced by one that starts from a version."""
         member = self._members[instance_id]
         if member.state in (MemberState.RESTARTING, MemberState.GONE):
             return
@@ -109,6 +120,7 @@ class RolloutPool:
                 now=now,
                 version=None,
                 incarnation=None,
+                is_planned_restart=is_planned,
                 last_error=error,
                 num_restarts=member.num_restarts + 1,
             )

@@ -7,6 +7,12 @@ import msgspec
 from libra.ids import PolicyVersion
 from libra.rollouts.staleness import capacity
 
+LEASE_S = 3600.0
+"""Silence of a running sample after which it counts as failed: no engine worked on a request of
+it, none of its requests was placed, and no reward came. What bounds itself, such as a wait for a
+place, comes on top. It ends a workflow that hangs, so that its group does not hold a place for
+ever; there is no limit on how long a sample may take."""
+
 
 class BufferLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What bounds the buffer. Sizes count trajectories."""
@@ -20,8 +26,8 @@ class BufferLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_head_offpolicyness: float
     max_group_attempts: int = 3
-    lease_s: float | None = None
-    """A running sample silent for longer counts as failed; None trusts the runner's own limits."""
+    lease_s: float = LEASE_S
+    """A running sample silent for longer counts as failed."""
 
     last_step: int | None = None
     """No trajectory is started that only a later step could consume."""

@@ -87,10 +87,8 @@ class OpenGroup:
         if sample_index in self._renewed_at:
             self._renewed_at[sample_index] = now
 
-    def first_expired(self, *, now: float, lease_s: float | None) -> int | None:
-        """A running sample that has been silent for more than `lease_s`; None without a lease."""
-        if lease_s is None:
-            return None
+    def first_expired(self, *, now: float, lease_s: float) -> int | None:
+        """A running sample that has been silent for more than `lease_s`; None: there is none."""
         expired = (i for i, at in self._renewed_at.items() if now - at > lease_s)
         return next(expired, None)
 

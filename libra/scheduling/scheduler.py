@@ -9,8 +9,8 @@ Synchronous and single-threaded. Between two calls nothing changes: call `on_tic
 `next_due_at` has come.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, assert_never
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeAlias, assert_never
 
 from libra.errors import InvariantError
 from libra.ids import Incarnation, InstanceId, PolicyVersion
@@ -46,14 +46,26 @@ if TYPE_CHECKING:
     from libra.config.rollout import SchedulingConfig
 
 
+Explained: TypeAlias = Callable[[RouteRequest, Explanation], None]
+
+
 class Scheduler:
     """Places requests on instances. `now` is seconds on one monotonic clock."""
 
     def __init__(
-        self, config: "SchedulingConfig", *, kv_capacity_by_tp: Mapping[int, int] | None = None
+        self,
+        config: "SchedulingConfig",
+        *,
+        kv_capacity_by_tp: Mapping[int, int] | None = None,
+        explained: Explained | None = None,
     ) -> None:
-        """`kv_capacity_by_tp`: estimated KV capacity in tokens, from `libra.models.kv_capacity`."""
+        """`kv_capacity_by_tp`: estimated KV capacity in tokens, from `libra.models.kv_capacity`.
+
+        `explained` is told the reasons of every decision as it is taken, those to wait included.
+        Each costs one pass over the fleet, so leave it out unless somebody reads them.
+        """
         self._config = config
+        self._explained = explained
         self._affinity = (
             PrefixAffinity(config.prefix_affinity_max_entries) if config.prefix_affinity else None
         )
@@ -293,6 +305,8 @@ class Scheduler:
     # Placing
 
     def _place(self, request: RouteRequest, now: float) -> Routed | None:
+        if self._explained is not None:
+            self._explained(request, self.explain(request, now))
         best = self._standing.order.first(request.min_version)
         if best is None:
             return None

@@ -31,10 +31,17 @@ class EngineRequest:
             before = self._num_tokens[output.index] if are_deltas else 0
             self._num_tokens[output.index] = before + len(output.token_ids)
 
+    @property
+    def engine_ids(self) -> tuple[str, ...]:
+        """The ids that the engine knows its choices by."""
+        return tuple(self._engine_id(choice) for choice in range(self.num_choices))
+
     def spans(self, choice: int) -> list[tuple[Epoch, VersionSpan]]:
+        return list(spans_of(self.epoch, self._engine_id(choice), self._num_tokens[choice]))
+
+    def _engine_id(self, choice: int) -> str:
         # vLLM names the parts of a split request "<index>_<request id>".
-        engine_id = self._internal_id if self.num_choices == 1 else f"{choice}_{self._internal_id}"
-        return list(spans_of(self.epoch, engine_id, self._num_tokens[choice]))
+        return self._internal_id if self.num_choices == 1 else f"{choice}_{self._internal_id}"
 
 
 class AnswerRecord:
@@ -42,7 +49,15 @@ class AnswerRecord:
 
     def __init__(self) -> None:
         self.was_refused = False
+        self.num_tokens_seen = 0
+        """When the engine was last asked."""
+
         self._requests: dict[str, EngineRequest] = {}
+
+    @property
+    def requests(self) -> tuple[EngineRequest, ...]:
+        """Empty until the engine has been handed anything."""
+        return tuple(self._requests.values())
 
     def add(self, request: EngineRequest) -> None:
         self._requests[request.external_id] = request

@@ -17,7 +17,7 @@ from libra.ids import PolicyVersion
 from libra.serving.answer_record import CURRENT_ANSWER, AnswerRecord, EngineRequest
 from libra.serving.gate import Gate
 from libra.serving.ledger import VersionLedger
-from libra.serving.plugin import BEGIN_VERSION
+from libra.serving.plugin import BEGIN_VERSION, COUNT_TOKENS
 from libra.serving.worker import REFRESH_TIED_HEADS
 
 # Below every other request's priority number: the probe is the first to be scheduled.
@@ -47,6 +47,10 @@ class Engine(Protocol):
 
     async def begin_version(self, version: PolicyVersion) -> Mapping[str, int]:
         """Output tokens so far of every unfinished request, by the engine's request id."""
+        ...
+
+    async def count_tokens(self) -> Mapping[str, int]:
+        """As `begin_version`, at any time but while weights are loaded: then it waits."""
         ...
 
     async def resume_with_probe(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -102,6 +106,9 @@ class VllmEngine:
     async def begin_version(self, version: PolicyVersion) -> Mapping[str, int]:
         counts = await self._client.engine_core.call_utility_async(BEGIN_VERSION, int(version))
         return dict(counts)
+
+    async def count_tokens(self) -> Mapping[str, int]:
+        return dict(await self._client.engine_core.call_utility_async(COUNT_TOKENS))
 
     async def resume_with_probe(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         self._num_probes += 1

@@ -7,18 +7,23 @@ environment that must be set is listed in `libra.serving.identity`.
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import anyio
+
 from libra.errors import ConfigError, DataError, LibraError, SiteError
+from libra.ids import RunId
 from libra.serving.identity import (
     SERVED_MANIFEST_HASH_VARIABLE,
     SERVED_VERSION_VARIABLE,
     ServingIdentity,
     identity_from,
 )
-from libra.storage.finite import find_non_finite
+from libra.storage.arrival import when_visible
 from libra.storage.manifests import read_manifest, verify_weights
+from libra.weights.manifest import WeightsManifest
 
 MIDDLEWARE = "libra.serving.middleware.LibraMiddleware"
 PLUGIN_NAME = "libra"
@@ -88,14 +93,17 @@ def _describe_served(
         environment[SERVED_VERSION_VARIABLE] = "0"
         environment.pop(SERVED_MANIFEST_HASH_VARIABLE, None)
         return
-    manifest, manifest_hash = read_manifest(directory)
-    if manifest.run_id != identity.run_id:
-        raise DataError(
-            f"{directory} was published by run {manifest.run_id}, not by {identity.run_id}"
-        )
-    verify_weights(directory, manifest, find_non_finite=find_non_finite)
+    manifest, manifest_hash = anyio.run(_verified, directory, identity.run_id)
     environment[SERVED_VERSION_VARIABLE] = str(manifest.policy_version)
     environment[SERVED_MANIFEST_HASH_VARIABLE] = manifest_hash
+
+
+async def _verified(directory: Path, run_id: RunId) -> tuple[WeightsManifest, str]:
+    manifest, manifest_hash = await when_visible(partial(read_manifest, directory))
+    if manifest.run_id != run_id:
+        raise DataError(f"{directory} was published by run {manifest.run_id}, not by {run_id}")
+    await when_visible(partial(verify_weights, directory, manifest))
+    return manifest, manifest_hash
 
 
 def _offer_plugin(environment: MutableMapping[str, str]) -> None:

@@ -1,8 +1,8 @@
 """ASGI middleware around vLLM's API server: who may call what, and what answers carry.
 
 Open to everybody who reaches the port: OPEN_ROUTES. Everything else, vLLM's development routes
-above all, needs the run's token, from local users too. `/libra/reload` and `/libra/state` are
-answered here.
+above all, needs the run's token, from local users too. `/libra/reload`, `/libra/state` and
+`/libra/requests` are answered here.
 """
 
 import os
@@ -14,7 +14,6 @@ import msgspec
 
 from libra import clock
 from libra.errors import RejectedError
-from libra.serving.answer_record import CURRENT_ANSWER, AnswerRecord
 from libra.serving.answer_sender import AnswerSender
 from libra.serving.engine import Engine, VllmEngine
 from libra.serving.gate import Gate
@@ -27,13 +26,20 @@ from libra.serving.http import (
     answer_error,
     answer_json,
     has_token,
+    header,
     path_of,
     read_body,
 )
 from libra.serving.identity import ServingIdentity, identity_from
 from libra.serving.ledger import VersionLedger
+from libra.serving.open_answers import OpenAnswers
 from libra.serving.reload import GuardedReload
-from libra.wire.instance import INCARNATION_HEADER, INSTANCE_HEADER, ReloadRequest
+from libra.wire.instance import (
+    INCARNATION_HEADER,
+    INSTANCE_HEADER,
+    OpenRequests,
+    ReloadRequest,
+)
 
 COMPLETION_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
 OPEN_ROUTES = frozenset(
@@ -76,7 +82,7 @@ POLICY_VIOLATION = 1008
 
 
 class GuardedServer:
-    """The state of one server: gate, ledger and reload around its engine."""
+    """The state of one server: gate, ledger, reload and open answers around its engine."""
 
     def __init__(
         self, identity: ServingIdentity, engine: Engine, gate: Gate, ledger: VersionLedger
@@ -84,6 +90,12 @@ class GuardedServer:
         self.gate = gate
         self.ledger = ledger
         self.reload = GuardedReload(identity, engine, gate, ledger, monotonic=clock.now)
+        self.answers = OpenAnswers()
+        self._engine = engine
+
+    async def open_requests(self) -> OpenRequests:
+        counts = None if self.reload.is_replacing else await self._engine.count_tokens()
+        return OpenRequests(num_tokens=self.answers.progress(counts))
 
 
 def guarded_vllm(identity: ServingIdentity, engine_client: Any) -> GuardedServer:
@@ -129,6 +141,8 @@ class LibraMiddleware:
         match scope["method"], path:
             case "GET", "/libra/state":
                 await answer_json(send, await server.reload.state())
+            case "GET", "/libra/requests":
+                await answer_json(send, await server.open_requests())
             case "POST", "/libra/reload":
                 await self._reload(server, receive, send)
             case "POST", route if route in COMPLETION_ROUTES:
@@ -155,12 +169,9 @@ class LibraMiddleware:
         if refusal is not None:
             await answer_error(send, UNAVAILABLE, refusal)
             return
-        record = AnswerRecord()
-        reset = CURRENT_ANSWER.set(record)
-        try:
+        name = header(scope, b"x-request-id").decode("latin-1")
+        with server.answers.answering(name) as record:
             await self._app(scope, receive, AnswerSender(send, record))
-        finally:
-            CURRENT_ANSWER.reset(reset)
 
     def _guarded(self, scope: Scope) -> GuardedServer:
         if self._server is None:

@@ -8,13 +8,15 @@ have. `EngineCore` utility calls are looked up by name, so a method added here c
 from typing import Any
 
 BEGIN_VERSION = "libra_begin_version"
+COUNT_TOKENS = "libra_count_tokens"
 
 
 def register() -> None:
-    """Add the method once per process; vLLM may call this several times."""
+    """Add the methods once per process; vLLM may call this several times."""
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - only where vLLM is
 
     setattr(EngineCore, BEGIN_VERSION, begin_version)
+    setattr(EngineCore, COUNT_TOKENS, count_tokens)
 
 
 def begin_version(core: Any, version: int) -> dict[str, int]:
@@ -27,6 +29,11 @@ def begin_version(core: Any, version: int) -> dict[str, int]:
         raise RuntimeError("a policy version may begin only while the engine is paused")
     if hasattr(core, "set_weight_version"):
         core.set_weight_version(str(version))
+    return count_tokens(core)
+
+
+def count_tokens(core: Any) -> dict[str, int]:
+    """Count each unfinished request's output tokens. Runs between two steps of the engine."""
     return {
         request_id: request.num_output_tokens
         for request_id, request in core.scheduler.requests.items()

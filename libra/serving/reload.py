@@ -7,10 +7,11 @@ are proven loaded.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import anyio
-import anyio.to_thread
+import msgspec
 
 from libra.errors import DataError, LibraError, PeerError, RejectedError
 from libra.ids import PolicyVersion
@@ -18,12 +19,13 @@ from libra.serving.engine import Engine
 from libra.serving.gate import Gate
 from libra.serving.identity import ServingIdentity
 from libra.serving.ledger import VersionLedger
-from libra.storage.finite import find_non_finite
-from libra.storage.manifests import read_manifest, verify_weights
+from libra.storage.arrival import when_visible
+from libra.storage.manifests import names_in, read_manifest, verify_structure, verify_weights
+from libra.storage.receipt import holds
 from libra.storage.safetensors import model_tensors
 from libra.weights.compatibility import incompatibilities
 from libra.weights.manifest import TensorEntry, WeightsManifest
-from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest
+from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest, WeightsReceipt
 
 PROBE_TIMEOUT_S = 120.0
 MIN_PROBE_TOKENS = 2
@@ -55,6 +57,17 @@ class Measured:
         self.model_load_s = self._monotonic() - began_at
 
 
+class Checked(msgspec.Struct, frozen=True):
+    """Weights that may be loaded."""
+
+    manifest: WeightsManifest
+    receipt: WeightsReceipt | None
+    """Of the files as they were checked."""
+
+    is_spared: bool
+    """The request's receipt holds, so that not every byte was read here."""
+
+
 class GuardedReload:
     """One at a time. `monotonic` in seconds."""
 
@@ -78,6 +91,11 @@ class GuardedReload:
         self._loaded: Sequence[TensorEntry] | None = None
         # The base model may be of another dtype than what is trained; published versions not.
         self._may_cast = identity.served_manifest_hash is None
+
+    @property
+    def is_replacing(self) -> bool:
+        """True while the engine is paused for new weights: it may not answer then."""
+        return self._is_replacing
 
     async def state(self) -> InstanceState:
         version = self._ledger.version
@@ -103,24 +121,24 @@ class GuardedReload:
             measured.end_lock_wait()
             try:
                 directory = self._checked_directory(request)
-                manifest = await self._check(request, directory, measured)
-                await self._replace(request, directory, manifest, measured)
+                checked = await self._check(request, directory, measured)
+                await self._replace(request, directory, checked, measured)
             except LibraError as exc:
                 return self._ack(request, measured, error=str(exc))
             return self._ack(request, measured, error=None)
 
-    async def _check(
-        self, request: ReloadRequest, directory: Path, measured: Measured
-    ) -> WeightsManifest:
+    async def _check(self, request: ReloadRequest, directory: Path, measured: Measured) -> Checked:
         try:
-            manifest, manifest_hash = await anyio.to_thread.run_sync(read_manifest, directory)
+            manifest, manifest_hash = await when_visible(partial(read_manifest, directory))
             self._check_manifest(request, manifest, manifest_hash)
             measured.verified.append("manifest")
-            await anyio.to_thread.run_sync(self._check_files, directory, manifest)
-            measured.verified.append("files")
+            checked = await when_visible(
+                partial(self._check_files, directory, manifest, request.receipt)
+            )
+            measured.verified.append("receipt" if checked.is_spared else "files")
         except OSError as exc:
             raise DataError(f"{directory} cannot be read: {exc}") from exc
-        return manifest
+        return checked
 
     def _checked_directory(self, request: ReloadRequest) -> Path:
         if request.run_id != self._identity.run_id:
@@ -156,8 +174,18 @@ class GuardedReload:
                     f"{request.weights_directory}: the {name} is {found!r} instead of {wanted!r}"
                 )
 
-    def _check_files(self, directory: Path, manifest: WeightsManifest) -> None:
-        verify_weights(directory, manifest, find_non_finite=find_non_finite)
+    def _check_files(
+        self, directory: Path, manifest: WeightsManifest, receipt: WeightsReceipt | None
+    ) -> Checked:
+        is_spared = receipt is not None and holds(receipt, directory, names_in(manifest))
+        if is_spared:
+            verify_structure(directory, manifest)
+        else:
+            receipt = verify_weights(directory, manifest)
+        self._check_fit(directory, manifest)
+        return Checked(manifest, receipt, is_spared)
+
+    def _check_fit(self, directory: Path, manifest: WeightsManifest) -> None:
         if self._loaded is None:
             self._loaded = model_tensors(self._engine.base_directory)
         problems = incompatibilities(
@@ -174,7 +202,7 @@ class GuardedReload:
         self,
         request: ReloadRequest,
         directory: Path,
-        manifest: WeightsManifest,
+        checked: Checked,
         measured: Measured,
     ) -> None:
         await self._gate.close()
@@ -183,6 +211,7 @@ class GuardedReload:
             await self._engine.pause(request.pause_mode)
             with measured.loading():
                 await self._engine.load(directory)
+            _check_unchanged(directory, checked)
             measured.verified.append("load")
             await self._engine.reset_caches()
             counts = await self._engine.begin_version(request.policy_version)
@@ -198,7 +227,7 @@ class GuardedReload:
             self._is_replacing = False
         self._ledger.prove()
         self._manifest_hash = request.manifest_hash
-        self._loaded, self._may_cast = manifest.tensors, False
+        self._loaded, self._may_cast = checked.manifest.tensors, False
         self._gate.open()
 
     async def _probe(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -236,3 +265,11 @@ class GuardedReload:
             probe_logprobs=measured.probe_logprobs,
             error=error,
         )
+
+
+def _check_unchanged(directory: Path, checked: Checked) -> None:
+    """What was loaded is what was checked. Raises DataError."""
+    if checked.receipt is None:
+        return
+    if not holds(checked.receipt, directory, names_in(checked.manifest)):
+        raise DataError(f"{directory} was changed while it was loaded")

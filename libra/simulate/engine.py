@@ -13,7 +13,7 @@ from math import inf, sqrt
 import msgspec
 
 from libra.ids import PolicyVersion, PromptId, TrajectoryId
-from libra.planner.rollout_cost import InstanceCost
+from libra.planner.rollout_cost import InstanceCost, step_seconds
 
 _WATERMARK = 0.01
 """Part of the cache that admission leaves free."""
@@ -155,13 +155,8 @@ class Engine:
         return max(gpu, steps * self._cost.api_token_s * len(self._running))
 
     def _first_step_s(self) -> float:
-        cost, num_running = self._cost, len(self._running)
-        read = cost.weights_s + cost.expert_s * min(num_running, cost.num_expert_sequences)
-        return (
-            cost.step_s
-            + max(read, cost.compute_s * num_running)
-            + cost.token_s * num_running
-            + cost.cached_token_s * self._cached_tokens
+        return step_seconds(
+            self._cost, num_sequences=len(self._running), cached_tokens=self._cached_tokens
         )
 
     def _take_finished(self) -> list[EngineRequest]:

@@ -10,21 +10,11 @@ from itertools import groupby
 
 import msgspec
 
-from libra.config.run import RunConfig
 from libra.config.weights import WeightsConfig
 from libra.ids import PolicyVersion
-from libra.planner.memory import RolloutMemory
+from libra.planner.publish_cost import PublishModel
 from libra.simulate.fleet import Fleet, Instance
 from libra.simulate.timeline import Timeline
-
-_DISK_BYTES_PER_S = 5e9
-"""Measured: vLLM 0.22 reload_weights of 3.5 GB from a local disk in 0.64-0.77 s."""
-
-_WRITE_BYTES_PER_S = 2e9
-_SERVER_START_S = 60.0
-"""Measured: exec to ready on a cold page cache; 126 s with CUDA graphs."""
-
-_PAUSE_AND_PROBE_S = 0.5
 
 
 class ReloadTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,17 +24,9 @@ class ReloadTimes(msgspec.Struct, frozen=True, kw_only=True):
     load_s: dict[int, float]
 
 
-def reload_times(config: RunConfig, memory: RolloutMemory, degrees: set[int]) -> ReloadTimes:
+def reload_times(model: PublishModel, degrees: set[int]) -> ReloadTimes:
     """Export once; then every worker reads its own shard of the checkpoint."""
-    start_s = _SERVER_START_S if config.weights.rollout_weight_reload_method == "restart" else 0.0
-    shard_bytes = {tp: memory.budget(tp).bytes_of["weights"] for tp in degrees}
-    return ReloadTimes(
-        export_s=memory.budget(1).bytes_of["weights"] / _WRITE_BYTES_PER_S,
-        load_s={
-            tp: start_s + _PAUSE_AND_PROBE_S + size / _DISK_BYTES_PER_S
-            for tp, size in shard_bytes.items()
-        },
-    )
+    return ReloadTimes(export_s=model.export_s, load_s={tp: model.load_s(tp) for tp in degrees})
 
 
 class Reload:

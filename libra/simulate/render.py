@@ -27,7 +27,7 @@ def _run_lines(result: SimulationResult, estimate: Estimate | None) -> Iterator[
     if estimate is not None:
         yield (
             f"the planner expected a step of {estimate.step_s:.1f} s: train "
-            f"{estimate.train.total_s:.1f} s, rollout {estimate.rollout_s:.1f} s"
+            f"{estimate.train_s:.1f} s, rollout {estimate.rollout_s:.1f} s"
         )
     for use in result.uses:
         yield (

@@ -114,7 +114,7 @@ class _Run:
             scheduling=config.heterogeneous_rollout.scheduling,
             events=FleetEvents(on_finished=self._on_finished, on_refused=self._on_refused),
         )
-        self._times = reload_times(config, memory, degrees)
+        self._times = reload_times(scenario.models.publish, degrees)
         self._num_steps = num_steps
         self._num_groups = 0
         self._num_refused = 0

@@ -8,7 +8,7 @@ from libra.config.run import RunConfig
 from libra.errors import InfeasiblePlanError, InvariantError
 from libra.ids import SlotId
 from libra.planner.applied import planned_config
-from libra.planner.calibration import Calibration
+from libra.planner.calibration import Calibration, book_of
 from libra.planner.cost_models import CostModels, cost_models, described
 from libra.planner.demand import Demand
 from libra.planner.layout import best_layout
@@ -184,10 +184,7 @@ def _grp(config: RunConfig, **options: object) -> RunConfig:
 
 
 def _calibration(config: RunConfig) -> Calibration:
-    hardware, arch = config.hardware, config.model_arch
-    return Calibration(
-        hardware=hardware.device_name if hardware else "", model=arch.architecture if arch else ""
-    )
+    return book_of(*described(config))
 
 
 def _num_gpus(config: RunConfig) -> int:

@@ -1,15 +1,32 @@
 """Reading, writing and checking the manifest of published weights."""
 
-from collections.abc import Callable
+import errno
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from libra.errors import DataError
 from libra.storage.atomic import atomic_write
+from libra.storage.content import read_content
 from libra.storage.digest import hash_bytes, hash_file
+from libra.storage.receipt import are_settled, receipt_for, stamps_of
 from libra.storage.safetensors import model_tensors
 from libra.weights.manifest import FORMAT, MANIFEST_NAME, FileEntry, WeightsManifest
+from libra.wire.instance import WeightsReceipt
+
+MAX_READERS: Final = 4
+"""Files read at once by one check: as much as one host's memory is worth."""
+
+
+_NOT_SEEN: Final = frozenset({errno.ENOENT, errno.ESTALE})
+
+
+class NotVisibleYetError(DataError):
+    """A manifest, or what it lists, is not there or short. On a shared disk it may still come."""
 
 
 def write_manifest(directory: Path, manifest: WeightsManifest) -> str:
@@ -25,7 +42,8 @@ def read_manifest(directory: Path) -> tuple[WeightsManifest, str]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; these weights are not complete") from error
+        kind = NotVisibleYetError if error.errno in _NOT_SEEN else DataError
+        raise kind(f"{path}: {error.strerror}; these weights are not complete") from error
     try:
         manifest = msgspec.json.decode(content, type=WeightsManifest)
     except msgspec.MsgspecError as error:
@@ -35,25 +53,55 @@ def read_manifest(directory: Path) -> tuple[WeightsManifest, str]:
     return manifest, hash_bytes(content)
 
 
-def verify_weights(
-    directory: Path,
-    manifest: WeightsManifest,
-    *,
-    find_non_finite: Callable[[Path], list[str]] | None = None,
-) -> None:
+def verify_weights(directory: Path, manifest: WeightsManifest) -> WeightsReceipt | None:
     """Check every byte of `directory` against its manifest; returns only when all is right.
 
-    Sizes, hashes, no file too many, and the safetensors headers against the tensor list.
-    `find_non_finite` (`libra.storage.finite.find_non_finite`) adds a search for NaN and Inf.
-    Raises DataError that says what is wrong. Reads all files: call it off the event loop.
+    Sizes, no file too many, the safetensors headers against the tensor list, then in one pass
+    hashes and the search for NaN and Inf. The receipt (`libra.storage.receipt`) spares others on
+    this host that pass; None when the files are too new for one (`are_settled`).
+
+    Raises DataError that says what is wrong, NotVisibleYetError when time may put it right. Reads
+    all files: call it off the event loop.
     """
-    verify_files(directory, manifest.files, manifest_name=MANIFEST_NAME)
-    _verify_tensors(directory, manifest)
-    if find_non_finite is None:
-        return
-    for path in sorted(directory.glob("*.safetensors")):
-        if names := find_non_finite(path):
-            raise DataError(f"{path}: NaN or Inf in {', '.join(names[:3])}")
+    verify_structure(directory, manifest)
+    names = names_in(manifest)
+    with _mapped(directory):
+        before = stamps_of(directory, names)
+        are_trusted = are_settled(before)
+        _verify_content(directory, manifest)
+        after = stamps_of(directory, names)
+    if after != before:
+        raise DataError(f"{directory}: was changed while it was checked")
+    return receipt_for(after) if are_trusted else None
+
+
+def names_in(manifest: WeightsManifest) -> tuple[str, ...]:
+    """File names in the manifest's order, which is a receipt's too."""
+    return tuple(entry.name for entry in manifest.files)
+
+
+def verify_structure(directory: Path, manifest: WeightsManifest) -> None:
+    """Check all but the content: names, sizes, and the headers against the tensor list.
+
+    Raises as `verify_weights`.
+    """
+    verify_files(directory, manifest.files, manifest_name=MANIFEST_NAME, with_hashes=False)
+    with _mapped(directory):
+        _verify_tensors(directory, manifest)
+
+
+def _verify_content(directory: Path, manifest: WeightsManifest) -> None:
+    paths = [directory / entry.name for entry in manifest.files]
+    with ThreadPoolExecutor(max_workers=MAX_READERS) as readers:
+        contents = list(readers.map(read_content, paths))
+    for path, entry, content in zip(paths, manifest.files, contents, strict=True):
+        if content.xxh3_128 != entry.xxh3_128:
+            raise DataError(
+                f"{directory}: {entry.name} hashes to {content.xxh3_128} "
+                f"instead of {entry.xxh3_128}"
+            )
+        if content.non_finite:
+            raise DataError(f"{path}: NaN or Inf in {', '.join(content.non_finite[:3])}")
 
 
 def verify_files(
@@ -63,14 +111,31 @@ def verify_files(
     manifest_name: str,
     with_hashes: bool = True,
 ) -> None:
-    """Check that `directory` holds exactly `files` and the manifest, by size and by hash."""
-    problem = (
-        _find_wrong_names(directory, files, manifest_name)
-        or _find_wrong_sizes(directory, files)
-        or (_find_wrong_hashes(directory, files) if with_hashes else "")
-    )
+    """Check that `directory` holds exactly `files` and the manifest, by size and by hash.
+
+    Raises DataError, NotVisibleYetError when the first thing wrong is that something is lacking.
+    """
+    with _mapped(directory):
+        problem = _find_wrong_names(directory, files, manifest_name)
+        if not problem and (lack := _find_lack(directory, files)):
+            raise NotVisibleYetError(f"{directory}: {lack}")
+        problem = (
+            problem
+            or _find_wrong_sizes(directory, files)
+            or (_find_wrong_hashes(directory, files) if with_hashes else "")
+        )
     if problem:
         raise DataError(f"{directory}: {problem}")
+
+
+@contextmanager
+def _mapped(directory: Path) -> Iterator[None]:
+    """Turn what the file system says into the errors promised above."""
+    try:
+        yield
+    except OSError as error:
+        kind = NotVisibleYetError if error.errno in _NOT_SEEN else DataError
+        raise kind(f"{directory}: cannot be read: {error}") from error
 
 
 def _find_wrong_names(directory: Path, files: tuple[FileEntry, ...], manifest_name: str) -> str:
@@ -81,10 +146,20 @@ def _find_wrong_names(directory: Path, files: tuple[FileEntry, ...], manifest_na
     if len(set(listed)) != len(listed):
         return "the manifest lists a file twice"
     found = {path.name for path in directory.iterdir()} - {manifest_name}
-    if missing := sorted(set(listed) - found):
-        return f"{missing[0]} is missing"
     if extra := sorted(found - set(listed)):
         return f"{extra[0]} is there but not in the manifest"
+    return ""
+
+
+def _find_lack(directory: Path, files: tuple[FileEntry, ...]) -> str:
+    """Name a file that is missing or shorter than it should be."""
+    found = {path.name for path in directory.iterdir()}
+    for entry in files:
+        if entry.name not in found:
+            return f"{entry.name} is missing"
+        num_bytes = (directory / entry.name).stat().st_size
+        if num_bytes < entry.num_bytes:
+            return f"{entry.name} has {num_bytes} bytes instead of {entry.num_bytes}"
     return ""
 
 

@@ -24,7 +24,9 @@ from libra import clock
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 _NS_PER_S: Final = 1_000_000_000
-_HUMAN_SKIPS: Final = frozenset({"at", "level", "event", "run_id", "role", "message"})
+_HUMAN_SKIPS: Final = frozenset({"at", "level", "event", "run_id", "role", "message", "instances"})
+"""Said elsewhere in the line, or (`instances`) tables for programs."""
+
 _LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
 EventDict: TypeAlias = MutableMapping[str, Any]
@@ -65,7 +67,10 @@ class EventLog:
 def set_up_logging(
     path: Path | None, *, show: Show | None = None, level: str = "info", **bound: str
 ) -> EventLog:
-    """Send every event to `path` as JSON and to `show` as text; `bound` is on each of them."""
+    """Send every event to `path` as JSON and to `show` as text; `bound` is on each of them.
+
+    What is below `level` (debug, info, warning, error, critical) goes nowhere.
+    """
     event_log = EventLog(path, show)
     threshold = _LEVELS[level]
 

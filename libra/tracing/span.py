@@ -11,6 +11,9 @@ Schema `libra.phase_trace`, version 1. A file `phase_trace_rank<N>.jsonl` (the c
 and order within a process never jump. Phase names are those of `Phase`; a reader ignores fields
 that it does not know, and skips lines that are not whole (a process may die while it writes).
 A new version is needed when a field changes its meaning or goes, not when one is added.
+
+A full file is renamed to `phase_trace_rank<N>.1.jsonl`, the one before it to `.2`, and so on; each
+begins with the same header, by which a reader puts them together again.
 """
 
 import os
@@ -27,6 +30,8 @@ from libra import clock
 SCHEMA: Final = "libra.phase_trace"
 VERSION: Final = 1
 MAIN_TRACK: Final = "main"
+DEFAULT_MAX_BYTES: Final = 256 * 2**20
+DEFAULT_NUM_KEPT: Final = 3
 _NS_PER_S: Final = 1_000_000_000
 
 
@@ -36,6 +41,9 @@ class Phase(StrEnum):
     # A trainer rank
     BUILD_MODEL = "build_model"
     RESTORE = "restore"
+    RECOMPUTE_PROBE = "recompute_probe"
+    """`memory_budget_dry_run_enabled`: one pass over the largest batch before training."""
+
     COLLECT_BATCH = "collect_batch"
     """Waiting for the next batch: nothing to do."""
 
@@ -63,6 +71,18 @@ class Phase(StrEnum):
     """One instance's part of it, on a track of its own."""
 
     START_CHILD = "start_child"
+    RESTART_CHILD = "restart_child"
+    """From the end of a child's process until the next one was ready."""
+
+    ROLLOUT = "rollout"
+    """One sample from its start until it is scored, on a track of its own; args `group`, `sample`.
+    The TRAIN_STEP that trained on it has the group among its `groups`."""
+
+    QUEUE_WAIT = "queue_wait"
+    """A request that waited for a place."""
+
+    ROUTE = "route"
+    """A request on its instance, from its place to its answer."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,12 +117,25 @@ class SpanWriter:
     A span costs one small write; a disk that refuses costs the span and is counted, never raised.
     """
 
-    def __init__(
-        self, path: Path | None, *, rank: int, run_id: str, role: str = "trainer", attempt: int = 1
+    def __init__(  # noqa: PLR0913 - what a header says, and the bounds of the file
+        self,
+        path: Path | None,
+        *,
+        rank: int,
+        run_id: str,
+        role: str = "trainer",
+        attempt: int = 1,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        num_kept: int = DEFAULT_NUM_KEPT,
     ) -> None:
+        """`num_kept` files of `max_bytes` stay beside the one that is written."""
         self.num_lost = 0
         self._encoder = msgspec.json.Encoder()
         self._fd: int | None = None
+        self._path = path
+        self._max_bytes, self._num_kept = max_bytes, num_kept
+        self._num_bytes = 0
+        self._header = b""
         self._wall_ns = clock.wall_ns()
         self._monotonic_s = clock.monotonic()
         if path is None:
@@ -119,10 +152,8 @@ class SpanWriter:
             started_at_ns=self._wall_ns,
         )
         path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._fd = os.open(path, flags, 0o644)
-        # The newline ends a line that an earlier life may have torn.
-        self._append(b"\n" * bool(os.fstat(self._fd).st_size) + self._encoder.encode(header))
+        self._header = self._encoder.encode(header)
+        self._open(path)
 
     @contextmanager
     def span(self, phase: str, *, track: str = MAIN_TRACK, **args: Any) -> Generator[None]:
@@ -156,9 +187,37 @@ class SpanWriter:
             os.close(self._fd)
             self._fd = None
 
+    def _open(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o644)
+        self._num_bytes = os.fstat(self._fd).st_size
+        # The newline ends a line that an earlier life may have torn.
+        self._write(b"\n" * bool(self._num_bytes) + self._header)
+
     def _append(self, line: bytes) -> None:
+        if self._num_bytes + len(line) >= self._max_bytes:
+            self._rotate()
+        self._write(line)
+
+    def _rotate(self) -> None:
+        """Begin a new file. A directory that refuses costs the bound, not the trace."""
+        if self._fd is None or self._path is None or self._num_bytes <= len(self._header) + 1:
+            return
+        try:
+            for number in reversed(range(1, self._num_kept)):
+                if (old := rotated_path(self._path, number)).exists():
+                    old.replace(rotated_path(self._path, number + 1))
+            self._path.replace(rotated_path(self._path, 1))
+            written, self._fd = self._fd, None
+            os.close(written)
+            self._open(self._path)
+        except OSError:
+            self.num_lost += 1
+
+    def _write(self, line: bytes) -> None:
         if self._fd is None:
             return
+        self._num_bytes += len(line) + 1
         try:
             # One write per line: with O_APPEND two writers never mix inside a line.
             written = os.write(self._fd, line + b"\n")
@@ -167,6 +226,11 @@ class SpanWriter:
             return
         if written != len(line) + 1:
             self.num_lost += 1
+
+
+def rotated_path(path: Path, number: int) -> Path:
+    """Where a full file goes; 1 is the newest."""
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
 def trace_path(directory: Path, rank: int) -> Path:

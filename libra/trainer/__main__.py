@@ -20,6 +20,7 @@ from libra.tracing.span import SpanWriter, trace_path
 from libra.trainer.identity import RankIdentity, hello
 from libra.trainer.layout import coordinates, parallel_sizes
 from libra.trainer.link import Link
+from libra.trainer.rank_lines import mark_output
 from libra.wire.rank import RankFailed
 
 EXIT_FAILED = 4
@@ -91,6 +92,8 @@ def _span_writer(config: RunConfig, run_dir: Path, identity: RankIdentity) -> Sp
         rank=rank,
         run_id=identity.run_id,
         attempt=identity.attempt,
+        max_bytes=tracing.phase_trace_max_bytes,
+        num_kept=tracing.phase_trace_keep,
     )
 
 
@@ -109,7 +112,9 @@ def _last_words(link: Link | None, event: RankFailed) -> None:
 
 if __name__ == "__main__":
     # Without interpreter shutdown: a peer that died leaves NCCL and gloo threads that never end.
-    code = main(sys.argv[1:], current_environ())
+    started_with = current_environ()
+    mark_output(int(started_with["RANK"]))
+    code = main(sys.argv[1:], started_with)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

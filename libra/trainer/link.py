@@ -1,7 +1,8 @@
 """The rank's end of its control socket.
 
 A thread reads, so that the supervisor's death is noticed in the middle of a long step. The main
-thread writes, and so does work that it has left behind it.
+thread writes; so do work that it has left behind it, and the thread that judges ACKs, which a step
+must not hold up.
 """
 
 import os
@@ -10,18 +11,31 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
 from libra.errors import PeerError, SiteError
 from libra.wire.framing import FrameDecoder, encode_frame
-from libra.wire.rank import RankCommand, RankEvent, Shutdown
+from libra.wire.rank import (
+    ExportWeights,
+    JudgeAcks,
+    RankCommand,
+    RankEvent,
+    SaveCheckpoint,
+    Shutdown,
+    TrainStep,
+)
 
 EXIT_SUPERVISOR_GONE = 4
 GRACE_S = 3.0
 """Given to the main thread to leave by itself before the process is ended under it."""
 
 RECEIVE_BYTES = 1 << 20
+
+
+MainCommand: TypeAlias = TrainStep | ExportWeights | SaveCheckpoint | Shutdown
+"""What the main thread does, in the order in which it comes."""
 
 
 class SupervisorGoneError(PeerError):
@@ -43,16 +57,18 @@ class Link:
                 f"no supervisor listens on {path} ({error.strerror}); ranks are started by "
                 "libra-supervisor, not by hand"
             ) from error
-        self._commands: queue.SimpleQueue[RankCommand | Exception | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[MainCommand | Exception | None] = queue.SimpleQueue()
+        self._ack_batches: queue.SimpleQueue[JudgeAcks | None] = queue.SimpleQueue()
         self._decode = msgspec.msgpack.Decoder(RankCommand).decode
         self._writing = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="link", daemon=True)
         self._reader.start()
 
-    def receive(self) -> RankCommand:
-        """The next command; blocks. Raises SupervisorGoneError when there will be none.
+    def receive(self) -> MainCommand:
+        """The next command for the main thread; blocks.
 
-        Raises what `interrupt` was given, in its turn among the commands.
+        Raises SupervisorGoneError when there will be none, and what `interrupt` was given, in its
+        turn among the commands.
         """
         command = self._commands.get()
         if isinstance(command, Exception):
@@ -60,6 +76,10 @@ class Link:
         if command is None:
             raise SupervisorGoneError("the supervisor closed the control socket")
         return command
+
+    def receive_acks(self) -> JudgeAcks | None:
+        """The next batch of ACKs to judge; blocks. None when there will be none."""
+        return self._ack_batches.get()
 
     def interrupt(self, error: Exception) -> None:
         """Have `receive` raise `error`: it happened in a thread that nobody waits for."""
@@ -80,12 +100,16 @@ class Link:
             while chunk := self._socket.recv(RECEIVE_BYTES):
                 for frame in decoder.feed(chunk):
                     command = self._decode(frame)
+                    if isinstance(command, JudgeAcks):
+                        self._ack_batches.put(command)
+                        continue
                     self._commands.put(command)
                     if isinstance(command, Shutdown):
                         return
         except (OSError, msgspec.MsgspecError, PeerError) as error:
             # Printed here, because the main thread may be in a collective that never ends.
             print(f"control socket: {error}", flush=True)  # noqa: T201
+        self._ack_batches.put(None)
         self._commands.put(None)
         time.sleep(GRACE_S)
         os._exit(EXIT_SUPERVISOR_GONE)

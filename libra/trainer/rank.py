@@ -1,6 +1,7 @@
 """One rank's life after it has said Hello: build, report, then do as it is told."""
 
 from pathlib import Path
+from threading import Thread
 from typing import TypeAlias, assert_never
 
 from libra import clock
@@ -10,17 +11,18 @@ from libra.tracing.span import Phase, SpanWriter
 from libra.trainer.assembly import Trainer, assemble
 from libra.trainer.background import BackgroundWork
 from libra.trainer.checkpoint import restore_checkpoint, stage_checkpoint
+from libra.trainer.dry_run import probe_recompute
 from libra.trainer.identity import RankIdentity
-from libra.trainer.link import Link
+from libra.trainer.link import Link, MainCommand
 from libra.trainer.probe import judge
 from libra.trainer.publish import export_weights
 from libra.trainer.world import choose_device, join_world
 from libra.wire.rank import (
+    AcksJudged,
     ExportWeights,
     Heartbeat,
     JudgeAcks,
     ModelReady,
-    RankCommand,
     RankEvent,
     SaveBegun,
     SaveCheckpoint,
@@ -29,7 +31,7 @@ from libra.wire.rank import (
     TrainStep,
 )
 
-WorkCommand: TypeAlias = TrainStep | ExportWeights | JudgeAcks
+WorkCommand: TypeAlias = TrainStep | ExportWeights
 
 HEARTBEAT_EVERY_S = 0.25
 """Shortest time between two heartbeats of one phase: micro-batches may take a millisecond."""
@@ -52,15 +54,28 @@ def run_rank(
         pulse.beat(0, "restore")
         with spans.span(Phase.RESTORE, directory=str(restore)):
             restore_checkpoint(trainer, restore)
-    link.send(
-        ModelReady(
-            rank=identity.at.rank,
-            step=trainer.learner.progress.step,
-            num_parameters=trainer.backend.num_parameters,
-            build_s=clock.monotonic() - began_at,
-        )
+    if config.global_resource_planner.memory_budget_dry_run_enabled and restore is None:
+        pulse.beat(0, "dry run")
+        with spans.span(Phase.RECOMPUTE_PROBE):
+            probed = probe_recompute(trainer)
+        link.send(probed)
+        if probed.error:
+            _await_end(link)
+            return
+    ready = ModelReady(
+        rank=identity.at.rank,
+        step=trainer.learner.progress.step,
+        num_parameters=trainer.backend.num_parameters,
+        build_s=clock.monotonic() - began_at,
     )
+    print(  # noqa: T201 - the rank's log is what it prints
+        f"ready at step {ready.step}: {ready.num_parameters} parameters, "
+        f"{ready.build_s:.1f} s to build",
+        flush=True,
+    )
+    link.send(ready)
     behind = BackgroundWork(on_error=link.interrupt)
+    Thread(target=_judge_acks, args=(config, identity, link, spans), daemon=True).start()
     while not isinstance(command := _next(link, spans), Shutdown):
         if isinstance(command, SaveCheckpoint):
             _begin_save(trainer, command, link, spans, behind)
@@ -82,7 +97,13 @@ def _built(config: RunConfig, identity: RankIdentity, pulse: "Pulse") -> Trainer
     return assemble(config, world, beat=pulse.beat)
 
 
-def _next(link: Link, spans: SpanWriter) -> RankCommand:
+def _await_end(link: Link) -> None:
+    """Do nothing more: what was built does not fit."""
+    while not isinstance(link.receive(), Shutdown):
+        pass
+
+
+def _next(link: Link, spans: SpanWriter) -> MainCommand:
     with spans.span(Phase.COLLECT_BATCH):
         return link.receive()
 
@@ -127,6 +148,24 @@ def _begin_save(
     behind.start(write, name="checkpoint")
 
 
+def _judge_acks(config: RunConfig, identity: RankIdentity, link: Link, spans: SpanWriter) -> None:
+    """Judge beside the main thread: engines that wait for a commit must not wait for a step."""
+    try:
+        while (command := link.receive_acks()) is not None:
+            link.send(_verdict(command, config, identity, spans))
+    except Exception as error:  # noqa: BLE001 - the top of the thread; the main one raises it
+        link.interrupt(error)
+
+
+def _verdict(
+    command: JudgeAcks, config: RunConfig, identity: RankIdentity, spans: SpanWriter
+) -> AcksJudged:
+    if identity.at.rank:
+        raise InvariantError(f"rank {identity.at.rank} was asked to judge ACKs; only rank 0 does")
+    with spans.span(Phase.JUDGE_ACKS, track="acks", version=command.request.policy_version):
+        return judge(command, config)
+
+
 def _answer(trainer: Trainer, command: WorkCommand, spans: SpanWriter) -> RankEvent | None:
     """Obey one command; returns what to tell the supervisor, if anything."""
     rank = trainer.world.at.rank
@@ -141,10 +180,5 @@ def _answer(trainer: Trainer, command: WorkCommand, spans: SpanWriter) -> RankEv
         case ExportWeights(policy_version=version):
             with spans.span(Phase.WEIGHT_EXPORT, version=version):
                 return export_weights(trainer, command)
-        case JudgeAcks():
-            if rank:
-                raise InvariantError(f"rank {rank} was asked to judge ACKs; only rank 0 does")
-            with spans.span(Phase.JUDGE_ACKS, version=command.request.policy_version):
-                return judge(command, trainer.config)
         case _:
             assert_never(command)

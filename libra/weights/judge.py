@@ -1,6 +1,7 @@
 """Whether an ACK proves that its server answers with the weights it was asked to load. Pure."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,9 @@ from libra.wire.rank import AcksJudged
 if TYPE_CHECKING:
     from libra.ids import InstanceId
 
-CHECKS: dict[ReloadMethod, tuple[str, ...]] = {
-    "inplace": ("manifest", "files", "load", "probe"),
-    "restart": ("manifest", "files", "load", "probe"),
-}
-"""What an ACK must say was verified, in this order."""
+READ_IN_FULL = ("manifest", "files", "load", "probe")
+BY_RECEIPT = ("manifest", "receipt", "load", "probe")
+"""What an ACK may say was verified, in this order; the second only where a receipt was sent."""
 
 STOP_FACTOR = 10.0
 """A difference above STOP_FACTOR times the tolerance ends the run; above the tolerance it warns."""
@@ -67,8 +66,9 @@ def judge_acks(
     refused: dict[InstanceId, str] = {}
     accepted: list[ReloadAck] = []
     largest = 0.0
+    num_acks_of = Counter(ack.instance_id for ack in acks)
     for ack in acks:
-        if sum(other.instance_id == ack.instance_id for other in acks) > 1:
+        if num_acks_of[ack.instance_id] > 1:
             refused[ack.instance_id] = "it answered more than once"
             continue
         problems = ack_problems(request, ack)
@@ -141,12 +141,18 @@ def _time_problems(ack: ReloadAck) -> tuple[str, ...]:
 
 def _verification_problems(request: ReloadRequest, ack: ReloadAck) -> tuple[str, ...]:
     problems = []
-    wanted = CHECKS[ack.method]
-    if ack.verified != wanted:
-        problems.append(f"it verified {list(ack.verified)} instead of {list(wanted)}")
+    if ack.verified not in _proofs(request, ack.method):
+        problems.append(f"it verified {list(ack.verified)} instead of {list(READ_IN_FULL)}")
     num_wanted = len(request.probe_token_ids) - 1
     if len(ack.probe_logprobs) != num_wanted:
         problems.append(f"it has {len(ack.probe_logprobs)} probe logprobs instead of {num_wanted}")
     if not all(map(math.isfinite, ack.probe_logprobs)):
         problems.append("a probe logprob is not finite")
     return tuple(problems)
+
+
+def _proofs(request: ReloadRequest, method: ReloadMethod) -> tuple[tuple[str, ...], ...]:
+    # A process that starts reads everything itself: it may do so long after the check.
+    if method == "restart" or request.receipt is None:
+        return (READ_IN_FULL,)
+    return (READ_IN_FULL, BY_RECEIPT)

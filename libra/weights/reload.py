@@ -14,7 +14,7 @@ Identity is run id, nonce, instance and incarnation: anything else is refused an
 Pure: events in, commands out, time as an argument.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -109,6 +109,8 @@ class ReloadBatch:
             raise ValueError("an instance is in the batch twice")
         self._state: State = "new"
         self._state_of: dict[InstanceId, MemberState] = dict.fromkeys(self._members, "waiting")
+        # Apart from the states, so that an ACK costs the same however many members there are.
+        self._waiting = dict(self._members)
         self._deadline_of: dict[InstanceId, float] = {}
         self._ack_of: dict[InstanceId, ReloadAck] = {}
 
@@ -133,6 +135,14 @@ class ReloadBatch:
     def acks(self) -> tuple[ReloadAck, ...]:
         """Proofs of the members that still count, in the order of membership."""
         return tuple(self._ack_of[i] for i in self._members if i in self._ack_of)
+
+    def is_replacing(self, instance: InstanceId, incarnation: Incarnation) -> bool:
+        """Whether that process is to end because the batch replaces it by one with the version."""
+        return (
+            self._method == "restart"
+            and self._state_of.get(instance) == "asked"
+            and self._members[instance].incarnation == incarnation
+        )
 
     def next_deadline(self) -> float | None:
         return min(self._deadline_of.values(), default=None)
@@ -159,10 +169,18 @@ class ReloadBatch:
     def on_lost(
         self, instance: InstanceId, incarnation: Incarnation, *, now: float
     ) -> tuple[Command, ...]:
-        """Take note that a process ended unasked, or that the request could not be delivered."""
+        """Take note that a process ended unasked."""
         if self.is_settled or not self._concerns(instance, incarnation):
             return ()
         return (self._quarantine(instance, "its process was lost"), *self._advance(now))
+
+    def on_undelivered(
+        self, instance: InstanceId, reason: str, *, now: float
+    ) -> tuple[Command, ...]:
+        """Take note that no ACK will come: the request or its answer did not get through."""
+        if self.is_settled or self._state_of.get(instance) != "asked":
+            return ()
+        return (self._quarantine(instance, reason), *self._advance(now))
 
     def on_left(self, instance: InstanceId, *, now: float) -> tuple[Command, ...]:
         """Take note of a planned removal: drained or stopped by our own decision."""
@@ -235,6 +253,7 @@ class ReloadBatch:
     def _settle(self, instance: InstanceId, state: MemberState) -> None:
         self._deadline_of.pop(instance, None)
         self._ack_of.pop(instance, None)
+        self._waiting.pop(instance, None)
         self._state_of[instance] = state
 
     def _quarantine(self, instance: InstanceId, reason: str) -> Quarantine:
@@ -253,18 +272,18 @@ class ReloadBatch:
         self._state = "judging"
         return (JudgeBatch(self.request, self.acks),)
 
-    def _next_wave(self) -> Iterable[Member]:
-        waiting = [m for i, m in self._members.items() if self._state_of[i] == "waiting"]
+    def _next_wave(self) -> tuple[Member, ...]:
         if self._strategy == "parallel":
-            return waiting
+            return tuple(self._waiting.values())
         busy = {self._members[i].node for i in self._deadline_of}
         first_of_node: dict[NodeRank, Member] = {}
-        for member in waiting:
+        for member in self._waiting.values():
             if member.node not in busy:
                 first_of_node.setdefault(member.node, member)
-        return first_of_node.values()
+        return tuple(first_of_node.values())
 
     def _ask(self, member: Member, now: float) -> SendReload:
+        del self._waiting[member.instance_id]
         self._state_of[member.instance_id] = "asked"
         self._deadline_of[member.instance_id] = now + self._ack_timeout_s
         return SendReload(member, self.request)

@@ -1,7 +1,8 @@
 """Bodies of the HTTP calls between the supervisor and one vLLM server.
 
 `POST /libra/reload` (bearer token) takes a `ReloadRequest` and answers 200 with a `ReloadAck`,
-whose `error` says whether it worked. `GET /libra/state` answers an `InstanceState`. JSON, both.
+whose `error` says whether it worked. `GET /libra/state` answers an `InstanceState`, `GET
+/libra/requests` (bearer token) an `OpenRequests`. All are JSON.
 
 Every answer carries INSTANCE_HEADER and INCARNATION_HEADER. Each choice of a completion has
 SPANS_FIELD, a list of `VersionSpan` over its output tokens (in a stream: in the choice's last
@@ -28,6 +29,27 @@ WEIGHTS_UNKNOWN = "weights unknown"
 """How the message of a 503 begins when a server refuses to answer with unproven weights."""
 
 
+class FileStamp(msgspec.Struct, frozen=True, array_like=True):
+    """Which file it is, and that it has not been written since; see `libra.storage.receipt`."""
+
+    name: str
+    device: int
+    inode: int
+    num_bytes: int
+    changed_ns: int
+    """ctime."""
+
+
+class WeightsReceipt(msgspec.Struct, frozen=True):
+    """Every byte of these files was compared with the manifest, and no value is NaN or Inf."""
+
+    kernel: str
+    """Boot id of the host that read them; a server on another one reads for itself."""
+
+    files: tuple[FileStamp, ...]
+    """In the order of the manifest."""
+
+
 class ReloadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Bring one server to `policy_version`. The same request goes to every instance of a batch."""
 
@@ -49,6 +71,10 @@ class ReloadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     force: bool = False
     """Allow a version that is not newer than the loaded one."""
+
+    receipt: WeightsReceipt | None = None
+    """From whoever read the files of `manifest_hash` in full; spares a server on the same host it.
+    """
 
 
 class ReloadAck(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +100,8 @@ class ReloadAck(msgspec.Struct, frozen=True, kw_only=True):
 
     manifest_hash: str
     verified: tuple[str, ...]
-    """Names of the checks that passed, in order: manifest, files, load, probe."""
+    """Names of the checks that passed, in order: manifest, then files (read in full here) or
+    receipt (read in full on this host for the request, unchanged since), load, probe."""
 
     probe_logprobs: tuple[float, ...]
     """As in `libra.wire.rank.WeightsExported`, from this engine under the new weights."""
@@ -93,6 +120,14 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
 
     is_paused: bool
     manifest_hash: str | None
+
+
+class OpenRequests(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server is working on."""
+
+    num_tokens: dict[str, int]
+    """Answer tokens so far, over all choices, by the request's X-Request-Id. A request that waits
+    its turn is in it with 0; one that the engine does not have (any more) is not in it."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

@@ -121,6 +121,23 @@ class ModelReady(msgspec.Struct, frozen=True, tag=True):
     build_s: float
 
 
+class RecomputeProbed(msgspec.Struct, frozen=True, tag=True):
+    """One complete recompute pass before training; sent before ModelReady by every rank.
+
+    A rank whose memory did not hold it sends no ModelReady: it waits to be ended.
+    """
+
+    rank: int
+    before_bytes: int
+    """Held before the pass: on CUDA allocated by tensors, on the CPU resident."""
+
+    peak_bytes: int
+    """Held at its fullest moment."""
+
+    error: str
+    """Empty when it fit."""
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Sent from the rank's main thread at each micro-batch or phase change, so a hang shows."""
 
@@ -212,6 +229,7 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 RankEvent: TypeAlias = (
     Hello
     | ModelReady
+    | RecomputeProbed
     | Heartbeat
     | StepTrained
     | WeightsExported

@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""A /metrics page in vLLM's form and of its size, and a bare server for it."""
+"""A /metrics page in vLLM's form and of its size, and a bare server for it.
+
+The server is instance i0; below `/NAME/` it is the instance NAME.
+"""
 
 import asyncio
 import sys
@@ -69,10 +72,12 @@ class _Server(asyncio.Protocol):
         self._pending += data
         while b"\r\n\r\n" in self._pending:
             request, _, self._pending = self._pending.partition(b"\r\n\r\n")
-            body = b"" if request.startswith(b"GET /health") else self.page
+            path = request.split(b" ", 2)[1]
+            prefix, _, name = path.rpartition(b"/")
+            body = b"" if name == b"health" else self.page
             self._transport.write(
-                b"HTTP/1.1 200 OK\r\nX-Libra-Instance: i0\r\nContent-Type: text/plain\r\n"
-                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+                b"HTTP/1.1 200 OK\r\nX-Libra-Instance: %b\r\nContent-Type: text/plain\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (prefix.strip(b"/") or b"i0", len(body), body)
             )
 
 

@@ -3,18 +3,18 @@
 `at` is seconds on the event loop's clock.
 """
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from libra.ids import ChildId, GroupId, Incarnation, InstanceId, PolicyVersion
 from libra.rollouts.trajectory import SampleFailed, Trajectory
-from libra.wire.instance import InstanceState, ReloadAck
+from libra.wire.instance import InstanceState, ReloadAck, WeightsReceipt
 from libra.wire.rank import RankEvent
 
 
 class ChildStarted(msgspec.Struct, frozen=True, tag=True):
-    """The process exists; it is not ready yet unless it was adopted."""
+    """The process exists; it is not ready yet."""
 
     child_id: ChildId
     pid: int
@@ -24,6 +24,8 @@ class ChildStarted(msgspec.Struct, frozen=True, tag=True):
     incarnation: Incarnation
     at: float
     is_adopted: bool = False
+    facts: dict[str, str] = {}
+    """What a later supervisor needs to take the process over, besides who it is."""
 
 
 class ChildWaiting(msgspec.Struct, frozen=True, tag=True):
@@ -154,6 +156,16 @@ class GangReady(msgspec.Struct, frozen=True, tag=True):
     num_parameters: int
 
 
+class ProbeJudged(msgspec.Struct, frozen=True, tag=True):
+    """What follows from the recompute probe of `attempt`."""
+
+    attempt: int
+    verdict: Literal["kept", "replaced", "impossible"]
+    """The plan holds; another one is ready; there is none."""
+
+    message: str
+
+
 class RankSaid(msgspec.Struct, frozen=True, tag=True):
     """One rank's message; those of an attempt that has ended are ignored."""
 
@@ -190,6 +202,12 @@ class InstanceAnswered(msgspec.Struct, frozen=True, tag=True):
     kv_capacity_tokens: int | None
 
 
+class InstanceDoubted(msgspec.Struct, frozen=True, tag=True):
+    """Its metrics seem to come from another process than the one that is routed to."""
+
+    instance_id: InstanceId
+
+
 class ExportChecked(msgspec.Struct, frozen=True, tag=True):
     """The published directory was compared with its manifest; `error` is empty when it holds."""
 
@@ -198,6 +216,8 @@ class ExportChecked(msgspec.Struct, frozen=True, tag=True):
     """As announced: tells the export of an earlier attempt apart."""
 
     error: str
+    receipt: WeightsReceipt | None = None
+    """For the servers on this host; None after an error, or where the file system allows none."""
 
 
 class ReloadAnswered(msgspec.Struct, frozen=True, tag=True):
@@ -273,9 +293,11 @@ Event: TypeAlias = (
     | CheckpointChosen
     | GangReady
     | RankSaid
+    | ProbeJudged
     | GangLost
     | GangGaveUp
     | InstanceAnswered
+    | InstanceDoubted
     | ExportChecked
     | ReloadAnswered
     | SampleStarted

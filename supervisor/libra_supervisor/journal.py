@@ -28,8 +28,11 @@ class ChildRecord(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     start_ticks: int
     boot_id: str
-    facts: dict[str, Any] = {}
-    """What its kind needs to take it over: URL, slots, policy version."""
+    is_ready: bool = False
+    """It has been ready once; if not, it may still be loading."""
+
+    facts: dict[str, str] = {}
+    """What its kind needs to take it over: its address, what it was started with."""
 
 
 class SupervisorState(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,8 +57,14 @@ class Routing(Protocol):
     """The scheduler, seen from the loop."""
 
     def know(
-        self, instance_id: InstanceId, incarnation: Incarnation, kv_capacity_tokens: int | None
-    ) -> None: ...
+        self,
+        instance_id: InstanceId,
+        incarnation: Incarnation,
+        kv_capacity_tokens: int | None,
+        *,
+        is_planned: bool,
+    ) -> None:
+        """Tell of a process; a planned one continues what its predecessor was known for."""
 
     def serve(self, instance_id: InstanceId, version: int) -> None: ...
 

@@ -38,6 +38,11 @@ class RunDirectory(msgspec.Struct, frozen=True):
         return self.root / "plan.json"
 
     @property
+    def calibration(self) -> Path:
+        """The measured factors that the plan was made with."""
+        return self.root / "calibration.json"
+
+    @property
     def state(self) -> Path:
         return self.root / "state.json"
 
@@ -156,9 +161,35 @@ def held(directory: RunDirectory) -> Iterator[None]:
         os.close(descriptor)
 
 
+def holder_of(directory: RunDirectory) -> str | None:
+    """Who holds the directory, in words; None when nobody does.
+
+    Only looks: to try the lock would turn away a supervisor that starts at that moment.
+    """
+    path = directory.root / LOCK_NAME
+    try:
+        holder = msgspec.json.decode(path.read_bytes(), type=Holder)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return _in_words(holder) if _has_open(holder.pid, path) else None
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    try:
+        return any(entry.readlink() == path for entry in Path(f"/proc/{pid}/fd").iterdir())
+    except PermissionError:
+        return True  # another user's process on that pid: it cannot be ruled out
+    except OSError:
+        return False
+
+
 def _describe_holder(descriptor: int) -> str:
     try:
         holder = msgspec.json.decode(os.pread(descriptor, 4096, 0), type=Holder)
     except msgspec.DecodeError:
         return "another libra-supervisor"
+    return _in_words(holder)
+
+
+def _in_words(holder: Holder) -> str:
     return f"libra-supervisor pid {holder.pid} on {holder.host}"

@@ -142,8 +142,10 @@ options = st.fixed_dictionaries(
                 "scheduling": st.fixed_dictionaries(
                     {
                         "load_metric": st.just("kv_tokens"),
-                        "kv_capacity_tokens_by_tp": st.dictionaries(
-                            st.integers(1, 8), st.integers(1, 2**40), max_size=3
+                        # Something has to be said of TP 1, the degree of the run, or nothing.
+                        "kv_capacity_tokens_by_tp": st.just({})
+                        | st.dictionaries(st.integers(1, 8), st.integers(1, 2**40), max_size=3).map(
+                            lambda capacities: {1: 9, **capacities}
                         ),
                     }
                 )

@@ -70,7 +70,10 @@ def fastest_step_s(demand):
             default=inf,
         )
         rollout = best_layout(costs, requests, num_gpus=NUM_GPUS - train_gpus)
-        best = min(best, max(train_s, rollout.makespan_s))
+        tps = rollout.tp_degrees
+        publish_s = models.publish.export_s + models.publish.sync_s(tps)
+        pause_s = max(map(models.publish.load_s, tps))
+        best = min(best, max(train_s + publish_s, rollout.makespan_s + pause_s))
     return best
 
 

@@ -45,12 +45,13 @@ class Server:
 class ReloadMachine(RuleBasedStateMachine):
     @initialize(
         nodes=st.lists(st.integers(0, 2), min_size=1, max_size=6),
+        method=st.sampled_from(["inplace", "restart"]),
         strategy=st.sampled_from(["parallel", "serial"]),
         min_gpus=st.integers(1, 6),
     )
-    def begin(self, nodes, strategy, min_gpus):
+    def begin(self, nodes, method, strategy, min_gpus):
         self.servers = [Server(f"i{k}", node) for k, node in enumerate(nodes)]
-        self.strategy, self.min_gpus = strategy, min_gpus
+        self.method, self.strategy, self.min_gpus = method, strategy, min_gpus
         self.now, self.version, self.num_tries = 0.0, 0, 0
         self.on_the_wire, self.acks = [], []
         self.open_batch(advance=True)
@@ -71,7 +72,7 @@ class ReloadMachine(RuleBasedStateMachine):
         self.batch = ReloadBatch(
             self.request,
             members,
-            method="inplace",
+            method=self.method,
             strategy=self.strategy,
             ack_timeout_s=ACK_TIMEOUT_S,
             min_rollout_gpus=self.min_gpus,
@@ -118,10 +119,25 @@ class ReloadMachine(RuleBasedStateMachine):
         server = next(s for s in self.servers if s.name == member.instance_id)
         if is_lost or server.incarnation != member.incarnation:
             return
+        if self.method == "restart":
+            server.start_count += 1
+            self.take(self.batch.on_lost(server.name, member.incarnation, now=self.now))
         # A failed load leaves weights that nobody knows.
         server.version = None if failure else request.policy_version
-        ack = reload_ack(request, server.name, strategy=self.strategy)
+        ack = reload_ack(request, server.name, method=self.method, strategy=self.strategy)
         self.acks.append(msgspec.structs.replace(ack, incarnation=server.incarnation, **failure))
+
+    @precondition(lambda self: self.on_the_wire)
+    @rule(k=st.integers(0, 99))
+    def a_request_is_known_not_to_get_through(self, k):
+        member, request = self.on_the_wire.pop(k % len(self.on_the_wire))
+        if request.nonce != self.request.nonce:
+            return
+        name = member.instance_id
+        is_waited_for = name in self.batch.in_flight
+        self.take(self.batch.on_undelivered(name, "reset", now=self.now))
+        assert name not in self.batch.in_flight
+        assert not is_waited_for or name in self.quarantined
 
     @precondition(lambda self: self.acks)
     @rule(k=st.integers(0, 99), is_repeated=st.booleans())

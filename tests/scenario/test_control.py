@@ -1,11 +1,14 @@
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from control_world import PROBE_LOGPROBS, RandomWorld
-from libra.ids import ChildId, InstanceId
+from libra.ids import ChildId, Incarnation, InstanceId
+from libra.pools.member import MemberState
+from libra.wire.rank import AcksJudged
 from libra_supervisor import events
 from libra_supervisor.loop.cycle import Phase
 
@@ -32,14 +35,21 @@ def run_until(world: RandomWorld, rng: Random, condition) -> None:
     sync=st.integers(1, 3),
     save=st.integers(0, 3),
     slack=st.integers(0, 2),
+    method=st.sampled_from(["inplace", "restart"]),
 )
 @settings(max_examples=60, deadline=None)
 def test_a_run_without_faults_trains_every_step_once_within_the_staleness_bound(
-    seed, total, sync, save, slack
+    seed, total, sync, save, slack, method
 ):
     # At least sync_interval - 1, else nothing could ever be trained.
     bound = sync - 1 + slack
-    world = started(total_steps=total, sync_interval=sync, save_interval=save, offpolicyness=bound)
+    world = started(
+        total_steps=total,
+        sync_interval=sync,
+        save_interval=save,
+        offpolicyness=bound,
+        reload_method=method,
+    )
     world.run(Random(seed))
     assert world.ended is not None, world.control.cycle.phase
     assert world.ended.exit_code == 0
@@ -49,19 +59,38 @@ def test_a_run_without_faults_trains_every_step_once_within_the_staleness_bound(
     assert total in world.checkpoints
 
 
+def strike(world: RandomWorld, rng: Random, fault: str) -> None:
+    instance_id = A if fault.endswith("a") else B
+    if fault == "gang":
+        world.lose_gang()
+    elif fault.startswith("load"):
+        world.loads_to_fail.append(instance_id)
+    elif fault.startswith("hang"):
+        world.suspect_process(instance_id)
+        world.step(rng)
+        world.kill_process(instance_id)
+    else:
+        world.kill_process(instance_id)
+
+
 @given(
     seed=st.integers(0, 2**32),
     faults=st.lists(
-        st.tuples(st.integers(1, 120), st.sampled_from(["a", "b", "gang"])), max_size=6
+        st.tuples(
+            st.integers(1, 120),
+            st.sampled_from(["a", "b", "gang", "hang a", "load a", "load b"]),
+        ),
+        max_size=6,
     ),
     failures=st.floats(0.0, 0.15),
+    method=st.sampled_from(["inplace", "restart"]),
 )
 @settings(max_examples=120, deadline=None)
 def test_with_engines_and_gangs_dying_at_any_moment_every_step_is_still_trained(
-    seed, faults, failures
+    seed, faults, failures, method
 ):
     rng = Random(seed)
-    world = started(total_steps=4, save_interval=1)
+    world = started(total_steps=4, save_interval=1, reload_method=method)
     world.failure_chance = failures
     for wait, fault in faults:
         for _ in range(wait):
@@ -69,10 +98,7 @@ def test_with_engines_and_gangs_dying_at_any_moment_every_step_is_still_trained(
                 break
         if world.ended is not None:
             break
-        if fault == "gang":
-            world.lose_gang()
-        else:
-            world.kill_process(A if fault == "a" else B)
+        strike(world, rng, fault)
     world.run(rng)
     assert world.ended is not None, world.control.cycle.phase
     if world.ended.exit_code == 4:
@@ -257,6 +283,85 @@ def test_an_engine_that_restarts_catches_up_before_it_is_routed_to():
     assert world.processes[A].version == world.control.publication.committed
 
 
+@pytest.mark.case("R-B41")
+@pytest.mark.parametrize("is_reloading", [False, True])
+def test_a_server_that_hangs_is_routed_past_before_it_is_ended(is_reloading):
+    rng = Random(5)
+    world = started(total_steps=30)
+    run_until(world, rng, lambda w: w.control.cycle.step == 3)
+    run_until(
+        world, rng, lambda w: (w.control.pool[A].state is MemberState.RELOADING) is is_reloading
+    )
+    suspected = world.processes[A].incarnation
+    world.suspect_process(A)
+    # A reload in between neither waits for it nor brings it back.
+    step = world.control.cycle.step
+    run_until(world, rng, lambda w: w.control.cycle.step == step + 2)
+    assert A not in world.routes
+    assert world.control.pool[A].state is MemberState.QUARANTINED
+    # Nobody ends it a second time: its supervision is at it.
+    assert world.processes[A].incarnation == suspected
+    world.kill_process(A)
+    run_until(world, rng, lambda w: A in w.routes)
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+
+
+@pytest.mark.case("R-B12")
+@pytest.mark.parametrize("is_another", [False, True])
+def test_doubts_about_a_process_end_with_its_own_word(is_another):
+    rng = Random(5)
+    world = started(total_steps=30)
+    run_until(world, rng, lambda w: w.control.cycle.step == 3 and len(w.routes) == 2)
+    process, num_known = world.processes[A], len(world.known)
+    before = process.incarnation
+    world.routes.pop(A)  # the scheduler does not route there while its version is in doubt
+    if is_another:
+        # Whoever restarted it told nobody; it holds the base model again.
+        world.answers_as[A] = Incarnation("a stranger")
+    world.post(events.InstanceDoubted(A))
+    run_until(world, rng, lambda w: A in w.routes)
+    assert (world.processes[A].incarnation != before) is is_another
+    assert world.known[num_known].incarnation == world.processes[A].incarnation
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+
+
+def test_doubts_about_a_process_that_is_gone_ask_nobody():
+    world = started()
+    world.post(events.InstanceDoubted(A))  # it has not answered yet
+    assert not any(isinstance(e, events.InstanceAnswered) for e in world.pending)
+
+
+def test_a_reload_by_restart_is_a_planned_restart_and_a_crash_is_not():
+    rng = Random(5)
+    world = started(total_steps=30, reload_method="restart")
+    run_until(world, rng, lambda w: w.control.cycle.step == 3)
+    run_until(world, rng, lambda w: len(w.routes) == 2)
+    first, later = world.known[:2], world.known[2:]
+    assert [known.is_planned for known in first] == [False, False]
+    assert {known.instance_id for known in later} == {A, B}
+    assert all(known.is_planned for known in later)
+    num_known = len(world.known)
+    world.kill_process(A)
+    run_until(world, rng, lambda w: len(w.known) > num_known)
+    assert (world.known[num_known].instance_id, world.known[num_known].is_planned) == (A, False)
+
+
+def test_a_process_that_dies_in_the_middle_of_its_reload_by_restart_is_an_unplanned_restart():
+    rng = Random(5)
+    world = started(total_steps=30, reload_method="restart")
+    run_until(world, rng, lambda w: w.control.cycle.step == 2)
+    before = world.processes[A].incarnation
+    run_until(world, rng, lambda w: w.processes[A].incarnation != before)
+    num_known = sum(known.instance_id == A for known in world.known)
+    world.kill_process(A)
+    run_until(world, rng, lambda w: sum(k.instance_id == A for k in w.known) > num_known)
+    assert [k for k in world.known if k.instance_id == A][num_known].is_planned is False
+
+
 def test_an_engine_whose_probe_disagrees_a_lot_ends_the_run_with_exit_code_6():
     world = started(probe_logprobs_of=lambda i: (-1.0, -2.5) if i == B else PROBE_LOGPROBS)
     world.run(Random(0))
@@ -346,10 +451,12 @@ def test_a_reload_on_demand_brings_the_committed_version_once_more_and_disturbs_
     rng = Random(9)
     world = started(total_steps=6)
     run_until(world, rng, lambda w: w.control.cycle.step == 2)
-    run_until(world, rng, lambda w: w.control.cycle.phase is Phase.COLLECTING)
+    world.is_held = lambda event: isinstance(event, events.SampleStarted)
+    run_until(world, rng, lambda w: w.control.publication.committed == 2)
     num_reloads, committed = len(world.reloads), world.control.publication.committed
     world.post(events.ReloadRequested())
     run_until(world, rng, lambda w: len(w.reloads) > num_reloads)
+    world.is_held = lambda event: False
     again = world.reloads[num_reloads].record
     assert again.is_catch_up
     assert again.policy_version == committed
@@ -365,7 +472,7 @@ def test_a_version_that_no_engine_lived_to_prove_is_tried_again_with_their_repla
     rng = Random(10)
     world = started(total_steps=5, num_instances=1)
     run_until(world, rng, lambda w: w.control.cycle.step == 2)
-    run_until(world, rng, lambda w: w.control.cycle.phase is Phase.RELOADING)
+    run_until(world, rng, lambda w: w.control.publication.waiting_for == (A,))
     world.kill_process(A)
     assert world.ended is None
     world.run(rng)
@@ -381,7 +488,6 @@ def test_a_version_that_fails_everywhere_three_times_ends_the_run():
     world = started(total_steps=5, num_instances=1)
     run_until(world, rng, lambda w: w.control.cycle.phase is Phase.COLLECTING)
     for _ in range(3):
-        run_until(world, rng, lambda w: w.control.cycle.phase is Phase.RELOADING)
         run_until(world, rng, lambda w: w.control.publication.waiting_for == (A,))
         run_until(world, rng, lambda w: any(r.instance_id == A for r in reload_answers(w)))
         world.kill_process(A)
@@ -392,3 +498,231 @@ def test_a_version_that_fails_everywhere_three_times_ends_the_run():
 
 def reload_answers(world: RandomWorld) -> list[events.ReloadAnswered]:
     return [e for e in world.pending if isinstance(e, events.ReloadAnswered)]
+
+
+def is_reload_answer(event: object) -> bool:
+    return isinstance(event, events.ReloadAnswered)
+
+
+def is_verdict(event: object) -> bool:
+    return isinstance(event, events.RankSaid) and isinstance(event.event, AcksJudged)
+
+
+def run_until_stuck(world: RandomWorld, rng: Random) -> None:
+    while world.step(rng):
+        pass
+
+
+@pytest.mark.parametrize("held", [is_reload_answer, is_verdict])
+def test_the_trainer_trains_the_next_batch_while_engines_load_and_waits_before_it_publishes(held):
+    rng = Random(12)
+    world = started(total_steps=5, offpolicyness=1)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    world.is_held = held
+    run_until_stuck(world, rng)
+    assert [step for _, step, _ in world.trained] == [1, 2]
+    assert world.trained_while_publishing[-1] == 2
+    assert world.published[-1] == (1, 1)
+    assert world.control.cycle.phase is Phase.SETTLING
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert [version for _, version in world.published] == [0, 1, 2, 3, 4, 5]
+    assert world.written[1].record.publish_wait_s > 0
+
+
+def test_with_no_slack_the_trainer_cannot_go_ahead_of_the_engines():
+    rng = Random(13)
+    world = started(total_steps=3, offpolicyness=0)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    world.is_held = is_reload_answer
+    run_until_stuck(world, rng)
+    assert [step for _, step, _ in world.trained] == [1]
+    assert world.control.cycle.phase is Phase.COLLECTING
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert {lag for _, _, lag in world.trained} == {0}
+    assert {w.record.publish_wait_s for w in world.written} == {0.0}
+
+
+def test_weights_trained_past_a_version_that_disagrees_are_never_published():
+    rng = Random(14)
+    wrong = []
+    world = started(
+        total_steps=9, probe_logprobs_of=lambda i: (-1.0, -9.0) if wrong else PROBE_LOGPROBS
+    )
+    run_until(world, rng, lambda w: w.publishing == 2)
+    wrong.append(True)
+    world.is_held = lambda event: isinstance(event, events.ExportChecked)
+    run_until_stuck(world, rng)
+    world.is_held = is_verdict
+    run_until_stuck(world, rng)
+    assert [step for _, step, _ in world.trained] == [1, 2, 3]
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 6
+    assert world.published[-1] == (1, 2)
+
+
+def test_a_broken_export_ends_the_run_though_the_trainer_went_on():
+    rng = Random(15)
+    world = started(total_steps=9)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    world.is_held = lambda event: isinstance(event, events.ExportChecked)
+    run_until_stuck(world, rng)
+    (checked,) = (e for e in world.pending if isinstance(e, events.ExportChecked))
+    world.pending.remove(checked)
+    served = dict(world.routes)
+    world.post(msgspec.structs.replace(checked, error="model.safetensors is missing"))
+    assert world.ended is not None
+    assert world.ended.exit_code == 4
+    assert "model.safetensors is missing" in world.ended.reason
+    # No engine was asked for it.
+    assert set(served.values()) == {0}
+    assert {process.version for process in world.processes.values()} == {0}
+
+
+def test_the_run_ends_only_when_the_last_version_is_committed():
+    rng = Random(16)
+    world = started(total_steps=2)
+    run_until(world, rng, lambda w: w.publishing == 2)
+    world.is_held = is_reload_answer
+    run_until_stuck(world, rng)
+    assert world.ended is None
+    assert 2 in world.checkpoints
+    assert world.control.cycle.phase is Phase.SETTLING
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert set(world.routes.values()) == {2}
+
+
+def test_a_gang_lost_while_engines_load_publishes_its_checkpoint_anew():
+    rng = Random(17)
+    world = started(total_steps=4, save_interval=1)
+    run_until(world, rng, lambda w: w.publishing == 2)
+    world.is_held = is_reload_answer
+    run_until_stuck(world, rng)
+    world.lose_gang()
+    assert world.routes == {}
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert next(v for attempt, v in world.published if attempt == 2) == 2
+    assert any(said.event == "ack_refused" for said in world.said)
+
+
+def test_a_reload_on_demand_is_refused_while_a_version_is_being_checked():
+    rng = Random(18)
+    world = started(total_steps=3)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    world.is_held = lambda event: isinstance(event, events.ExportChecked)
+    run_until_stuck(world, rng)
+    num_reloads = len(world.reloads)
+    world.post(events.ReloadRequested())
+    assert world.said[-1].event == "reload_refused"
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert not any(w.record.is_catch_up for w in world.reloads[num_reloads:])
+
+
+@pytest.mark.case("R-B89")
+def test_an_engine_whose_load_failed_is_loaded_once_more_from_the_good_version_and_lives():
+    rng = Random(19)
+    world = started(total_steps=5)
+    run_until(world, rng, lambda w: w.publishing == 2)
+    world.loads_to_fail.append(A)
+    run_until(world, rng, lambda w: w.control.publication.committed == 2)
+    assert A not in world.routes
+    assert world.control.pool[A].state is not MemberState.SERVING
+    (record,) = (w.record for w in world.reloads if w.record.policy_version == 2)
+    assert "loading failed" in record.quarantined[A]
+    assert record.accepted == (B,)
+    assert [ack.error for ack in record.acks if ack.instance_id == A] == ["loading failed"]
+    world.run(rng)
+    rescue = next(w.record for w in world.reloads if w.record.is_catch_up)
+    assert (rescue.policy_version, rescue.accepted, rescue.outcome) == (2, (A,), "committed")
+    assert world.num_births_of[A] == 1
+    assert set(world.routes) == {A, B}
+
+
+@pytest.mark.case("R-B89")
+def test_an_engine_that_fails_the_good_version_too_is_replaced():
+    rng = Random(20)
+    world = started(total_steps=5)
+    run_until(world, rng, lambda w: w.publishing == 2)
+    world.loads_to_fail += [A, A]
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert world.num_births_of[A] == 2
+    assert set(world.routes) == {A, B}
+    assert world.control.publication.counts.num_quarantined == 2
+
+
+def test_without_a_good_version_an_engine_whose_load_failed_is_replaced_at_once():
+    rng = Random(21)
+    world = started(total_steps=3, num_instances=1)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    world.loads_to_fail.append(A)
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert world.num_births_of[A] == 2
+
+
+def test_a_failed_engine_does_not_outlive_its_gang_unreplaced():
+    rng = Random(22)
+    world = started(total_steps=3)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    world.loads_to_fail.append(A)
+    world.is_held = is_verdict
+    run_until_stuck(world, rng)
+    world.lose_gang()
+    assert world.num_births_of[A] == 2
+    assert world.reloads[-1].record.outcome == "cancelled: the gang was lost"
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert set(world.routes) == {A, B}
+
+
+@pytest.mark.case("R-B87")
+def test_only_what_is_not_newer_is_forced_upon_a_server():
+    rng = Random(23)
+    asked = []
+    world = started(total_steps=4, save_interval=2)
+    send = world._reload
+    world._reload = lambda i, n, request: (asked.append(request), send(i, n, request))
+    run_until(world, rng, lambda w: w.publishing == 3)
+    run_until(world, rng, lambda w: w.control.publication.committed == 3)
+    forced = {r.policy_version: r.force for r in asked}
+    # Of the first one nobody knows what servers of an earlier supervisor hold.
+    assert forced == {0: True, 1: False, 2: False, 3: False}
+    world.lose_gang()
+    asked.clear()
+    world.run(rng)
+    assert {r.policy_version: r.force for r in asked} == {2: True, 3: True, 4: False}
+
+
+def test_a_duplicate_ack_is_refused_logged_and_recorded_with_the_batch():
+    rng = Random(24)
+    world = started(total_steps=2)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    run_until(world, rng, lambda w: any(is_reload_answer(e) for e in w.pending))
+    answer = next(e for e in world.pending if is_reload_answer(e))
+    world.pending.remove(answer)
+    world.post(answer)
+    world.post(answer)
+    assert world.said[-1].event == "ack_refused"
+    world.run(rng)
+    (record,) = (w.record for w in world.reloads if w.record.policy_version == 1)
+    assert [(r.ack, r.reason) for r in record.refused_acks] == [
+        (answer.ack, "the instance has answered already")
+    ]
+    assert world.control.publication.counts.num_refused_acks == 1

@@ -77,6 +77,8 @@ async def test_a_batch_is_sent_after_the_checkpoint_that_was_asked_for_before_it
         evaluations=nobody,
         routing=nobody,
         records=nobody,
+        judge=nobody,
+        judge_probe=nobody,
     )
     state = RolloutState(
         buffer=BufferState(complete=(), pending=(), quarantined=(), dropped={}), cursor=b""

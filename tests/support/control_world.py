@@ -5,12 +5,13 @@ the commands alone, never read back from the machines under test. Everything tha
 waits in `pending`; `step(rng)` lets one of it happen.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 
 import msgspec
 
-from libra.config.weights import WeightsConfig
+from libra.config.weights import ReloadMethod, WeightsConfig
 from libra.ids import (
     ChildId,
     GroupId,
@@ -98,7 +99,7 @@ class Process(msgspec.Struct, kw_only=True):
 class World:
     """Two engines and a gang, driven by `control`'s commands."""
 
-    def __init__(  # noqa: PLR0913 - each is a knob of a scenario
+    def __init__(  # noqa: PLR0913, PLR0915 - each is a knob of a scenario, or a part of the truth
         self,
         *,
         total_steps: int | None = 4,
@@ -110,6 +111,8 @@ class World:
         epochs: int | None = None,
         eval_rows: int = 0,
         eval_interval: int = 1,
+        reload_method: ReloadMethod = "inplace",
+        num_probes: int = 0,
         probe_logprobs_of: Callable[[InstanceId], tuple[float, ...]] = lambda _: PROBE_LOGPROBS,
     ) -> None:
         self.now = 0.0
@@ -127,12 +130,35 @@ class World:
         self.evaluated: list[commands.WriteEvaluation] = []
         self.reloads: list[commands.WriteReload] = []
         self.said: list[commands.Say] = []
+        self.answers_as: dict[InstanceId, Incarnation] = {}
+        """Strangers that answer in the place of a process, until it is replaced."""
+
+        self.known: list[commands.KnowInstance] = []
         self.ended: commands.EndRun | None = None
+        self.replaced: commands.ChangePlan | None = None
+        self.judged: list[commands.JudgeProbe] = []
         self.attempt = 0
         self.gang_version: PolicyVersion | None = None
+        self.gang_is_busy = False
+        """Ranks do one thing after another, except that rank 0 judges ACKs at any time."""
+
+        self.publishing: PolicyVersion | None = None
+        """From the order to write it to the committed batch."""
+
+        self.trained_while_publishing: list[int] = []
+        """Steps whose batch was sent while a publication was open."""
+
+        self.published: list[tuple[int, PolicyVersion]] = []
+        """(attempt, version) of every export ordered."""
+
+        self.loads_to_fail: list[InstanceId] = []
+        """Each makes one load of that instance fail, after which nobody knows its weights."""
+
+        self.num_births_of = Counter[InstanceId]()
         self.open_groups: dict[GroupId, AdmittedGroup] = {}
         self.offpolicyness = offpolicyness
         self._births = 0
+        self._reload_method = reload_method
         self._probe_logprobs_of = probe_logprobs_of
         self._ids = [InstanceId(f"vllm-{k}") for k in range(num_instances)]
         pool = RolloutPool([(i, 1) for i in self._ids], now=0.0)
@@ -145,7 +171,9 @@ class World:
         )
         terms = Terms(
             run_id=RUN,
-            weights=WeightsConfig(sync_interval=sync_interval or 1),
+            weights=WeightsConfig(
+                sync_interval=sync_interval or 1, rollout_weight_reload_method=reload_method
+            ),
             min_rollout_gpus=min_rollout_gpus,
             probe_token_ids=PROBE,
             probe_tolerance=1e-3,
@@ -171,7 +199,11 @@ class World:
                     pass_reward=1.0,
                 )
             ),
-            policy=Policy(min_rollout_gpus=min_rollout_gpus, publishes=sync_interval > 0),
+            policy=Policy(
+                min_rollout_gpus=min_rollout_gpus,
+                publishes=sync_interval > 0,
+                num_probes=num_probes,
+            ),
         )
 
     def boot(self) -> None:
@@ -184,6 +216,8 @@ class World:
         self.now += 0.01
         if isinstance(event, events.RankSaid) and isinstance(event.event, CheckpointSaved):
             self.checkpoints[event.event.step] = self.saving[event.event.step]
+        if isinstance(event, events.RankSaid) and self._ends_work(event.event):
+            self.gang_is_busy = False
         for command in self.control.on_event(event, Moment(self.now, int(self.now * 1e9))):
             self._carry_out(command)
 
@@ -212,35 +246,59 @@ class World:
 
     def lose_gang(self) -> None:
         self.pending = [e for e in self.pending if not isinstance(e, events.RankSaid)]
-        self.gang_version = None
+        self.gang_version = self.publishing = None
+        self.gang_is_busy = False
         self.post(events.GangLost(self.attempt, "rank 1 killed by SIGKILL"))
         if self.ended is None:
             self.start_gang()
 
     def kill_process(self, instance_id: InstanceId) -> None:
+        for wanted in self.pending:
+            if isinstance(wanted, _Replace) and wanted.instance_id == instance_id:
+                # It was about to be replaced: what comes instead starts from the version too.
+                self.pending.remove(wanted)
+                self.replace_for_reload(wanted, is_asked_for=False)
+                return
+        if self._end_process(instance_id, is_asked_for=False):
+            self.start_process(instance_id)
+
+    def suspect_process(self, instance_id: InstanceId) -> None:
+        """Its supervision finds that it hangs, and begins to end it."""
+        process = self.processes[instance_id]
+        reason = "it has made no progress for 120 s while requests run"
+        child_id = ChildId(instance_id)
+        self.post(events.ChildSuspected(child_id, process.incarnation, reason, self.now))
+
+    def _end_process(self, instance_id: InstanceId, *, is_asked_for: bool) -> bool:
         process = self.processes.pop(instance_id, None)
         if process is None:
-            return
+            return False
         self.pending = [e for e in self.pending if not self._is_of(e, process.incarnation)]
         self.post(
             events.ChildExited(
                 child_id=ChildId(instance_id),
                 incarnation=process.incarnation,
                 exit_code=None,
-                signal=9,
-                asked_for=False,
-                reason="killed by SIGKILL",
+                signal=15 if is_asked_for else 9,
+                asked_for=is_asked_for,
+                reason="asked to" if is_asked_for else "killed by SIGKILL",
                 last_lines=(),
                 at=self.now,
             )
         )
-        self.start_process(instance_id)
+        return True
 
-    def start_process(self, instance_id: InstanceId) -> None:
+    def start_process(
+        self,
+        instance_id: InstanceId,
+        version: PolicyVersion = PolicyVersion(0),  # noqa: B008 - a number
+        manifest_hash: str | None = None,
+    ) -> None:
         self._births += 1
+        self.num_births_of[instance_id] += 1
         incarnation = Incarnation(f"{instance_id}-{self._births}")
         self.processes[instance_id] = Process(
-            incarnation=incarnation, version=PolicyVersion(0), manifest_hash=None
+            incarnation=incarnation, version=version, manifest_hash=manifest_hash
         )
         child = ChildId(instance_id)
         self.post(
@@ -257,7 +315,10 @@ class World:
             case commands.PrepareExport(attempt, version):
                 assert attempt == self.attempt
                 assert version == self.gang_version
-                self._rank_says(
+                assert self.publishing is None, "two publications at once"
+                self.publishing = version
+                self.published.append((attempt, version))
+                self._work(
                     WeightsExported(
                         version, f"/w/v{version}", f"hash-{self.attempt}-{version}",
                         PROBE_LOGPROBS, 0.1,
@@ -305,18 +366,44 @@ class World:
                 self.evaluated.append(command)
             case commands.WriteStep():
                 self.written.append(command)
-            case commands.WriteReload():
+            case commands.WriteReload(record):
                 self.reloads.append(command)
+                assert len({ack.nonce for ack in record.acks} - {record.nonce}) == 0
+                assert {ack.instance_id for ack in record.acks} >= set(record.accepted)
+                if record.outcome == "committed" and not record.is_catch_up:
+                    assert record.policy_version == self.publishing
+                    self.publishing = None
             case commands.Say():
                 self.said.append(command)
             case commands.EndRun():
                 assert self.ended is None
                 self.ended = command
-            case commands.KnowInstance() | commands.RetireVersions():
+            case commands.JudgeProbe():
+                self.judged.append(command)
+            case commands.ChangePlan():
+                self.replaced = command
+            case commands.KnowInstance():
+                self.known.append(command)
+            case commands.RetireVersions():
                 pass
+
+    def _work(self, said) -> None:
+        """Rank 0 is busy until it says so."""
+        assert not self.gang_is_busy, "the ranks were given work while they had some"
+        self.gang_is_busy = True
+        self._rank_says(said)
 
     def _rank_says(self, said) -> None:
         self.pending.append(events.RankSaid(self.attempt, said))
+
+    def _ends_work(self, said) -> bool:
+        match said:
+            case StepTrained(metrics=metrics):
+                return metrics is not None
+            case WeightsExported() | CheckpointSaved():
+                return True
+            case _:
+                return False
 
     def _judge(self, request: ReloadRequest, acks: tuple[ReloadAck, ...]) -> AcksJudged:
         return judge_acks(
@@ -330,7 +417,9 @@ class World:
         lags = [consumed_at - t.oldest_version for g in groups for t in g.trajectories]
         self.trained.append((self.attempt, step, max(lags)))
         self.gang_version = PolicyVersion(step)
-        self._rank_says(StepTrained(0, step, METRICS))
+        if self.publishing is not None:
+            self.trained_while_publishing.append(step)
+        self._work(StepTrained(0, step, METRICS))
         self._rank_says(StepTrained(1, step, None))
 
     def _reload(self, instance_id, incarnation, request: ReloadRequest) -> None:
@@ -340,15 +429,54 @@ class World:
                 events.ReloadAnswered(instance_id, incarnation, request.nonce, None, "reset")
             )
             return
+        if self._reload_method == "restart":
+            self._supersede(instance_id)
+            self.pending.append(_Replace(instance_id, incarnation, request))
+            return
+        if not request.force:
+            assert process.version is None or process.version < request.policy_version
+        if instance_id in self.loads_to_fail:
+            self.loads_to_fail.remove(instance_id)
+            process.version = process.manifest_hash = None
+            self._acknowledge(instance_id, incarnation, request, error="loading failed")
+            return
         process.version = request.policy_version
         process.manifest_hash = request.manifest_hash
+        self._acknowledge(instance_id, incarnation, request)
+
+    def _supersede(self, instance_id: InstanceId) -> None:
+        """The newest request decides what the next process starts from."""
+        for wanted in list(self.pending):
+            if isinstance(wanted, _Replace) and wanted.instance_id == instance_id:
+                self.pending.remove(wanted)
+                answer = events.ReloadAnswered(
+                    instance_id, wanted.incarnation, wanted.request.nonce, None, "superseded"
+                )
+                self.pending.append(answer)
+
+    def replace_for_reload(self, wanted: "_Replace", *, is_asked_for: bool = True) -> None:
+        """End the process and start another from the version, which acknowledges."""
+        instance_id, request = wanted.instance_id, wanted.request
+        # Whatever runs there by now: an earlier batch may have replaced what this one asked for.
+        self._end_process(instance_id, is_asked_for=is_asked_for)
+        self.start_process(instance_id, request.policy_version, request.manifest_hash)
+        self._acknowledge(instance_id, wanted.incarnation, request)
+
+    def _acknowledge(
+        self,
+        instance_id: InstanceId,
+        asked: Incarnation,
+        request: ReloadRequest,
+        *,
+        error: str | None = None,
+    ) -> None:
         ack = ReloadAck(
             instance_id=instance_id,
-            incarnation=incarnation,
+            incarnation=self.processes[instance_id].incarnation,
             run_id=request.run_id,
             nonce=request.nonce,
-            policy_version=request.policy_version,
-            method="inplace",
+            policy_version=self.processes[instance_id].version,
+            method=self._reload_method,
             strategy="parallel",
             lock_wait_s=0.0,
             process_stop_s=0.0,
@@ -357,8 +485,9 @@ class World:
             manifest_hash=request.manifest_hash,
             verified=("manifest", "files", "load", "probe"),
             probe_logprobs=self._probe_logprobs_of(instance_id),
+            error=error,
         )
-        self.pending.append(events.ReloadAnswered(instance_id, incarnation, request.nonce, ack, ""))
+        self.pending.append(events.ReloadAnswered(instance_id, asked, request.nonce, ack, ""))
 
     def _answer(self, instance_id, incarnation) -> None:
         process = self.processes[instance_id]
@@ -366,7 +495,7 @@ class World:
             return
         state = InstanceState(
             instance_id=instance_id,
-            incarnation=incarnation,
+            incarnation=self.answers_as.pop(instance_id, incarnation),
             run_id=RUN,
             policy_version=process.version,
             is_paused=False,
@@ -386,7 +515,8 @@ class World:
             self.open_groups.pop(group_id, None)
 
     def _is_of(self, event, incarnation: Incarnation) -> bool:
-        return getattr(event, "incarnation", None) == incarnation
+        is_under_way = isinstance(event, _Replace)
+        return not is_under_way and getattr(event, "incarnation", None) == incarnation
 
 
 class _Generate(msgspec.Struct, frozen=True):
@@ -398,6 +528,14 @@ class _Generate(msgspec.Struct, frozen=True):
     @property
     def group_id(self) -> GroupId:
         return self.group.group_id
+
+
+class _Replace(msgspec.Struct, frozen=True):
+    """Not an event: a process that is about to be replaced by a reload."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    request: ReloadRequest
 
 
 def trajectory(group: AdmittedGroup, index: int, version: PolicyVersion, reward: float):
@@ -426,6 +564,13 @@ class RandomWorld(World):
     """Checkpoints are begun and do not get done."""
 
     is_evaluation_stuck = False
+    """Answers for evaluations do not come."""
+
+    @staticmethod
+    def is_held(event: object) -> bool:
+        """Replace it to keep events of a kind from happening."""
+        del event
+        return False
 
     def step(self, rng: Random) -> bool:
         if self.ended is not None or not self.pending:
@@ -434,6 +579,9 @@ class RandomWorld(World):
         if not ready:
             return False
         event = self.pending.pop(rng.choice(ready))
+        if isinstance(event, _Replace):
+            self.replace_for_reload(event)
+            return True
         if not isinstance(event, _Generate):
             self.post(event)
             return True
@@ -450,6 +598,8 @@ class RandomWorld(World):
     def _can_happen(self, event: object) -> bool:
         if isinstance(event, events.RankSaid) and isinstance(event.event, CheckpointSaved):
             return not self.is_disk_stuck
+        if self.is_held(event):
+            return False
         if not isinstance(event, _Generate):
             return True
         if self.is_evaluation_stuck and is_evaluated(event.group_id):

@@ -15,6 +15,7 @@ import msgspec
 
 from libra import clock
 from libra.errors import RefusedError
+from libra.serving.plugin import COUNT_TOKENS
 from libra.serving.worker import REFRESH_TIED_HEADS
 
 TOKEN_RADIX = 1000
@@ -121,6 +122,11 @@ class FakeAsyncLLM:
 
     async def generate(self, prompt, params, request_id, **how):
         queue = await self.add_request(request_id, prompt, params, **how)
+        with queue.send, queue.receive:
+            async for output in self._outputs(queue, params):
+                yield output
+
+    async def _outputs(self, queue, params):
         finished, whole = 0, []
         while finished < params.n:
             output, logprobs = await queue.receive.receive()
@@ -131,8 +137,6 @@ class FakeAsyncLLM:
         if params.output_kind.name != "DELTA":
             whole.sort(key=lambda output: output.index)
             yield SimpleNamespace(outputs=whole, prompt_logprobs=logprobs)
-        queue.send.close()
-        queue.receive.close()
 
     async def is_paused(self):
         return self.pause_mode is not None
@@ -172,9 +176,12 @@ class FakeAsyncLLM:
         self.calls.append(("reset_prefix_cache", reset_running_requests))
         return True
 
-    async def _utility(self, method, version):
-        self.calls.append((method, version))
-        assert self.pause_mode is not None
+    async def _utility(self, method, *arguments):
+        if method == COUNT_TOKENS:
+            assert self.weights is not None, "asked while it loads, when a real engine would wait"
+        else:
+            self.calls.append((method, *arguments))
+            assert self.pause_mode is not None
         return {name: request.num_output_tokens for name, request in self.requests.items()}
 
 
@@ -283,9 +290,13 @@ class Answer:
         return [msgspec.json.decode(p[6:]) for p in parts if p != "data: [DONE]"]
 
 
-async def request(app, method, path, *, body=b"", token=None, chunks=None):
+async def request(  # noqa: PLR0913 - the parts of an HTTP request
+    app, method, path, *, body=b"", token=None, chunks=None, request_id=None
+):
     """Call an ASGI application as a server would; `app.inner` is what vLLM calls the app."""
     headers = [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
+    if request_id is not None:
+        headers.append((b"x-request-id", request_id.encode()))
     scope = {
         "type": "http",
         "method": method,

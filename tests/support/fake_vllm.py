@@ -44,6 +44,7 @@ from libra.wire.instance import (
     VERSIONS_HEADER,
     WEIGHTS_UNKNOWN,
     InstanceState,
+    OpenRequests,
     ReloadAck,
     ReloadRequest,
 )
@@ -122,6 +123,7 @@ class FakeVllm:
         self.manifest_hash: str | None = None
         self.is_paused = False
         self.num_running = 0
+        self.num_tokens_of: dict[str, int] = {}
         self.num_aborted = 0
         self.prompt_tokens_total = 0
         self.generation_tokens_total = 0
@@ -190,6 +192,8 @@ class FakeVllm:
                 return web.Response(text=self._metrics())
             case "GET", "/libra/state":
                 return self._json(self.state())
+            case "GET", "/libra/requests":
+                return self._open_requests(request)
             case "POST", "/libra/reload":
                 return await self._reload(request)
             case "POST", "/v1/completions":
@@ -210,6 +214,11 @@ class FakeVllm:
             manifest_hash=self.manifest_hash,
         )
 
+    def _open_requests(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {self.token}":
+            return web.json_response({"error": "the token is wrong"}, status=401)
+        return self._json(OpenRequests(num_tokens=self.num_tokens_of))
+
     # Completions
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
@@ -222,13 +231,15 @@ class FakeVllm:
         if refusal is not None:
             return refusal
         self.num_running += 1
+        name = request.headers.get("X-Request-Id", "")
         try:
-            token_ids, spans = await self._generate(body)
+            token_ids, spans = await self._generate(body, name)
         except asyncio.CancelledError:
             self.num_aborted += 1
             raise
         finally:
             self.num_running -= 1
+            self.num_tokens_of.pop(name, None)
         content = self._answer_body(body, token_ids, spans)
         versions = ",".join(str(v) for v in dict.fromkeys(span[0] for span in spans))
         response = web.Response(
@@ -263,9 +274,10 @@ class FakeVllm:
         request.transport.abort()
         return response or web.Response()
 
-    async def _generate(self, body: dict) -> tuple[list[int], list[list[int]]]:
+    async def _generate(self, body: dict, name: str) -> tuple[list[int], list[list[int]]]:
         """Token ids and version spans; a reload in between changes both from there on."""
         prompt = list(body["prompt"])
+        self.num_tokens_of[name] = 0
         self.prompt_tokens_total += len(prompt)
         await self._resumed.wait()
         token_ids: list[int] = []
@@ -283,6 +295,7 @@ class FakeVllm:
             token_ids.append(whole[k])
             spans[-1][2] = k + 1
             self.generation_tokens_total += 1
+            self.num_tokens_of[name] = k + 1
             if self.token_delay_s:
                 await clock.sleep(self.token_delay_s)
         raise AssertionError

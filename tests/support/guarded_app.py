@@ -57,9 +57,14 @@ class GuardedApp:
     async def call(self, method, path, **how):
         return await request(self, method, path, **how)
 
-    async def complete(self, *, max_tokens=20, path="/v1/completions", **body):
+    async def complete(self, *, max_tokens=20, path="/v1/completions", request_id=None, **body):
         body = {"prompts": [[1, 2, 3]], "max_tokens": max_tokens} | body
-        return await self.call("POST", path, body=msgspec.json.encode(body))
+        return await self.call("POST", path, body=msgspec.json.encode(body), request_id=request_id)
+
+    async def open_requests(self):
+        answer = await self.call("GET", "/libra/requests", token=TOKEN)
+        assert answer.status == 200, answer.body
+        return answer.json["num_tokens"]
 
     def request_for(self, version, **changes):
         directory, manifest_hash = self.published[version]

@@ -1,4 +1,9 @@
-"""A Slurm of one node, real daemons, in a temporary folder."""
+"""A Slurm of one node, real daemons, in a temporary folder.
+
+`cred_expire` is how long a requeued job waits before it starts again: 120 s unless told otherwise,
+5 s at least. To move its begin time forward instead kills the job: in the second of the requeue
+slurmd still refuses it ("Job credential revoked").
+"""
 
 import os
 import shutil
@@ -14,7 +19,7 @@ SlurmUser=root
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
 SlurmctldPidFile={folder}/slurmctld.pid

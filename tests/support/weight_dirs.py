@@ -20,6 +20,10 @@ def tiny_tensors(seed: int) -> dict[str, np.ndarray]:
     }
 
 
+def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    save_file(tensors, str(path))
+
+
 def publish_weights(
     root: Path,
     version: int,
@@ -31,7 +35,7 @@ def publish_weights(
     """Write `root/vNNNNNN` with one safetensors file; returns the directory and its hash."""
     directory = root / f"v{version:06d}"
     directory.mkdir(parents=True)
-    save_file(tensors or tiny_tensors(version), str(directory / "model.safetensors"))
+    write_tensors(directory / "model.safetensors", tensors or tiny_tensors(version))
     return directory, describe_version(
         directory, version, run_id=run_id, tied_embeddings=tied_embeddings
     )

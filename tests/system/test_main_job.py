@@ -90,6 +90,27 @@ def tagged_processes(run_dir: Path) -> list[psutil.Process]:
     return found
 
 
+def servers(run_dir: Path) -> dict[int, str]:
+    """Instance by pid, of the API servers and of the processes inside them."""
+    found = {}
+    for process in tagged_processes(run_dir):
+        try:
+            child = process.environ()["LIBRA_CHILD_ID"]
+        except psutil.NoSuchProcess:
+            continue
+        if child.startswith("vllm"):
+            found[process.pid] = child
+    return found
+
+
+def newest_checkpoint(run_dir: Path) -> int:
+    return max((int(p.name[5:]) for p in (run_dir / "checkpoints").glob("step_??????")), default=0)
+
+
+def log_bytes(run_dir: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in (run_dir / "logs").glob("vllm-?.log")}
+
+
 def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "sem.mp-"))}
 
@@ -120,7 +141,7 @@ def finished(tmp_path_factory, quickstart):
     run_dir = tmp_path_factory.mktemp("main") / "run"
     evaluation = ("-o", f"eval_data={quickstart / 'eval.jsonl'}", "-o", "eval_samples=2")
     options = ("-o", f"total_steps={NUM_STEPS}", "-o", "save_interval=20", "-o", "eval_interval=40")
-    job = Job(run_dir, quickstart, *options, *evaluation)
+    job = Job(run_dir, quickstart, *options, *evaluation, "--log-level", "debug")
     try:
         job.until_step(1, 600)
         commands = [" ".join(p.cmdline()) for p in tagged_processes(run_dir)]
@@ -154,6 +175,15 @@ def test_a_running_job_explains_where_a_request_would_go(finished):
     assert explained["message"] == details["reason"]
     assert {instance["instance_id"] for instance in details["instances"]} == {"vllm-0", "vllm-1"}
     assert details["choice"] in {"vllm-0", "vllm-1", None}
+
+
+def test_at_debug_level_the_log_says_why_each_request_went_where_it_went(finished):
+    job, *_ = finished
+    said = read_lines(job.run_dir / "logs/control.jsonl")
+    decisions = [line for line in said if line["event"] == "request_explained"]
+    placed = {line["choice"] for line in decisions}
+    assert {"vllm-0", "vllm-1"} <= placed
+    assert all(len(line["instances"]) == 2 for line in decisions[-100:])
 
 
 def test_the_reward_rises_past_half_way(finished):
@@ -241,21 +271,41 @@ def test_no_prompt_visit_is_trained_on_twice(finished):
     assert set(visits(job.run_dir).values()) == {1}
 
 
-@pytest.mark.case("T-B50")
-@pytest.mark.case("T-B78")
-@pytest.mark.case("T-B52")
-def test_after_sigkill_of_everything_a_resumed_run_goes_on_where_it_was(tmp_path, quickstart):
+def resumed_on_the_same_servers(job, quickstart, options):
+    """SIGKILL the supervisor alone and start another: (its job, step restored, step killed at)."""
+    run_dir = job.run_dir
+    job.until_step(2, 600)
+    serving = servers(run_dir)
+    assert len(set(serving.values())) == 2
+    time.sleep(random.Random().uniform(0.0, 1.0))
+    job.process.kill()
+    job.process.wait()
+    saved, killed_at = newest_checkpoint(run_dir), job.steps()[-1]["step"]
+    log_sizes = log_bytes(run_dir)
+    resumed = Job(run_dir, quickstart, *options, "--resume")
+    try:
+        resumed.until_step(killed_at + 2, 600)
+        assert servers(run_dir) == serving
+        assert all(size > log_sizes[name] for name, size in log_bytes(run_dir).items())
+    except BaseException:
+        resumed.kill()
+        raise
+    return resumed, saved, killed_at
+
+
+@pytest.mark.case("T-B50", "T-B78", "T-B52", "R-B74")
+def test_after_sigkill_a_resumed_run_goes_on_where_it_was(tmp_path, quickstart):
+    """First of the supervisor alone: the same servers go on. Then of nearly everything."""
     run_dir = tmp_path / "run"
     options = ("-o", "total_steps=12", "-o", "save_interval=2")
     job = Job(run_dir, quickstart, *options)
     try:
-        job.until_step(4, 600)
+        job, first_saved, first_killed_at = resumed_on_the_same_servers(job, quickstart, options)
         time.sleep(random.Random().uniform(0.0, 3.0))
         # vLLM's inner processes live on when only their API server is killed.
         orphans = job.kill(but="VLLM::")
         assert len(orphans) >= 2
-        saved = max(int(p.name[5:]) for p in (run_dir / "checkpoints").glob("step_??????"))
-        killed_at = max(line["step"] for line in job.steps())
+        saved, killed_at = newest_checkpoint(run_dir), job.steps()[-1]["step"]
         job = resumed = Job(run_dir, quickstart, *options, "--resume")
         assert resumed.wait(900) == 0, resumed.said()
     finally:
@@ -263,7 +313,11 @@ def test_after_sigkill_of_everything_a_resumed_run_goes_on_where_it_was(tmp_path
             job.kill()
     steps = [line["step"] for line in resumed.steps()]
     # Steps after the checkpoint are trained again, and none is left out.
-    assert steps == [*range(1, killed_at + 1), *range(saved + 1, 13)]
+    assert steps == [
+        *range(1, first_killed_at + 1),
+        *range(first_saved + 1, killed_at + 1),
+        *range(saved + 1, 13),
+    ]
     # A repeated step is told from the first one by its attempt.
     assert len({(line["step"], line["attempt"]) for line in resumed.steps()}) == len(steps)
     rates = {line["learning_rate"] for line in resumed.steps()}

@@ -2,9 +2,17 @@ from pathlib import Path
 
 import pytest
 
-from config_files import load, problems_of, write_model, write_run
+from config_files import every_problem_of, load, problems_of, write_model, write_run
 from libra.config.load import load_config
 from libra.config.problems import ConfigProblemsError
+
+HARDWARE = """
+device_name: X
+dense_bf16_flops: 1.0
+memory_bandwidth_bytes_per_s: 1.0
+intra_node_bandwidth_bytes_per_s: 1.0
+inter_node_bandwidth_bytes_per_s: 1.0
+"""
 
 
 def write(path: Path, text: str) -> Path:
@@ -150,6 +158,27 @@ def test_the_nearer_reference_replaces_the_farther_one(tmp_path: Path):
     assert not problems_of(write_run(tmp_path, "base_config: far.yaml\nhardware_config: ''"))
 
 
+def test_a_nearer_reference_wins_over_what_a_base_says_in_its_section(tmp_path: Path):
+    write(tmp_path / "x.yaml", f"{HARDWARE}memory_bytes: 80")
+    write(tmp_path / "y.yaml", f"{HARDWARE}memory_bytes: 96")
+    inline = "hardware: {memory_bytes: 40, nodes: 6}"
+    write(tmp_path / "far.yaml", f"hardware_config: x.yaml\n{inline}")
+    run = write_run(tmp_path, "base_config: far.yaml")
+    near = write_run(tmp_path / "near", "base_config: ../far.yaml\nhardware_config: ../y.yaml")
+
+    def hardware(path, *overrides):
+        found = load_config(path, overrides, {}, purpose="plan").config.hardware
+        assert found is not None
+        return found.memory_bytes, found.nodes
+
+    assert hardware(run) == (40, 6)
+    assert hardware(near) == (96, 6), "the named file says nothing about nodes"
+    assert hardware(run, f"hardware_config={tmp_path}/x.yaml") == (80, 6)
+    assert hardware(near, "hardware.memory_bytes=1") == (1, 6)
+    cleared = load_config(near, ["hardware_config=null"], {})
+    assert cleared.config.hardware is None
+
+
 def test_a_mistake_in_a_referenced_file_names_that_file(tmp_path: Path):
     write(tmp_path / "x.yaml", "device_nam: X")
     found = problems_of(write_run(tmp_path, "hardware_config: x.yaml"))
@@ -244,3 +273,50 @@ def test_a_model_directory_through_a_link_is_kept_as_named(tmp_path: Path):
     write_model(tmp_path / "models" / "a")
     (tmp_path / "latest").symlink_to(tmp_path / "models" / "a")
     assert load(run).config.model.model_path == str(tmp_path / "latest")
+
+
+def test_a_file_reference_may_begin_with_home(tmp_path: Path):
+    write(tmp_path / "far.yaml", "seed: 5")
+    run = write_run(tmp_path / "run", "base_config: ~/far.yaml")
+    assert load_config(run, environ={"HOME": str(tmp_path)}).config.control.seed == 5
+
+
+def test_bases_that_double_level_by_level_are_read_a_bounded_number_of_times(tmp_path: Path):
+    for level in range(40):
+        below = f"{level + 1}.yaml"
+        write(tmp_path / f"{level}.yaml", f"base_config: [{below}, {below}]")
+    write_run(tmp_path).rename(tmp_path / "40.yaml")
+    found = problems_of(tmp_path / "0.yaml")
+    assert "more than 100 files" in found["base_config"].what
+
+
+def test_an_override_of_a_thousand_levels_is_a_problem(tmp_path: Path):
+    key = ".".join(["workflow_args", *["a"] * 1000])
+    assert "levels deep" in problems_of(write_run(tmp_path), f"{key}=1")[key].what
+
+
+def test_an_override_that_is_no_yaml_is_one_problem(tmp_path: Path):
+    assert len(every_problem_of(write_run(tmp_path), "seed=[1")) == 1
+
+
+def test_what_nobody_set_is_missing_in_the_file_whatever_is_overridden(tmp_path: Path):
+    path = write(tmp_path / "run.yaml", "total_steps: 1\n")
+    assert str(problems_of(path, "seed=1")["model_path"].place) == f"{path}:1"
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "base_config: nothing.yaml"])
+def test_nothing_seems_to_be_missing_when_a_file_could_not_be_read(tmp_path: Path, text: str):
+    assert len(every_problem_of(write(tmp_path / "run.yaml", text))) == 1
+
+
+def test_a_working_directory_that_is_gone_is_a_problem(tmp_path: Path, monkeypatch):
+    run = write_run(tmp_path / "run")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "working directory" in problems_of(run)[""].what
+
+
+def test_a_model_path_that_is_empty_is_not_set(tmp_path: Path):
+    assert problems_of(write_run(tmp_path, model_path="''"))["model_path"].what == "is not set"

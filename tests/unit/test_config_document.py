@@ -143,3 +143,8 @@ def test_what_no_value_can_be_made_of_is_a_problem(text: str):
 def test_reading_leaves_pyyaml_as_it_is_for_others():
     parse("a: 1e-6")
     assert yaml.safe_load("a: 1:30\nb: 010\nc: 1.5") == {"a": 90, "b": 8, "c": 1.5}
+
+
+@pytest.mark.parametrize("text", ["!!null foo", '!!bool "yes\\n"', "!!bool maybe"])
+def test_a_tag_does_not_make_a_value_of_other_text(text: str):
+    assert "is not allowed on" in messages(text)[0]

@@ -1,3 +1,4 @@
+import json
 from math import inf
 from pathlib import Path
 
@@ -14,6 +15,7 @@ PECULIAR = (
     "run_name: 'ünï 名'\n"
     "rollout_extra_args: []\n"
     "reward_args: {none: null, many: .inf, text: '.inf', empty: [], map: {}, deep: [{a: [~]}], "
+    "signed: '-.5', nel: \"a\\x85b\", "
     "number: 1e300, e: '1e-6', on: 'yes', date: 2026-01-02, line: \"a\\nb\\u2028c\", big: "
     "123456789012345678901234567890}\n".replace("on:", "'on':")
     + "global_resource_planner: {train_pipeline_bubble_ratio_threshold: .inf}\n"
@@ -46,10 +48,15 @@ def test_what_is_written_out_reads_back_equal(tmp_path: Path):
 
 
 @pytest.mark.case("T-B06")
-def test_a_null_over_a_default_that_is_not_null_survives(tmp_path: Path):
+def test_a_null_is_written_out_and_not_left_to_the_default(tmp_path: Path):
     loaded = load(write_run(tmp_path, "reward_workers: 3"), "reward_workers=null")
     assert loaded.config.data.reward_workers is None
     assert round_trip_yaml(loaded.config, tmp_path).data.reward_workers is None
+    # Reading back cannot tell, as long as no option's default differs from null.
+    assert "\nreward_workers: null\n" in dump_yaml(loaded.config)
+    said = json.loads(dump_resolved(loaded.config))
+    assert said["data"]["reward_workers"] is None
+    assert said["api"]["api_port"] is None
 
 
 def test_a_loaded_run_reads_back_equal_with_its_models_shape(tmp_path: Path):

@@ -1,10 +1,12 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from libra.config.availability import NOT_YET
 from libra.config.load import dump_yaml, load_config
 from libra.config.reference import markdown
 from libra.config.schema import json_schema
@@ -167,3 +169,27 @@ def test_loading_needs_nothing_heavy():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert done.stdout.strip() == "[]"
+
+
+READ_INSIDE = {"global_resource_planner.elastic_hybrid_max_workers"}
+"""Deprecated and ignored with a warning."""
+
+
+@pytest.mark.case("T-B04")
+def test_no_option_is_accepted_and_read_by_nothing():
+    used: set[str] = set()
+    for top in ("libra", "supervisor"):
+        for path in (ROOT / top).rglob("*.py"):
+            if (ROOT / "libra" / "config") not in path.parents:
+                used.update(re.findall(r"\.([a-z_0-9]+)\b", path.read_text(encoding="utf-8")))
+    refused = {gap.path for gap in NOT_YET}
+    silent = {path for path, option in all_options().items() if option.name not in used}
+    assert silent - refused == READ_INSIDE
+
+
+def test_sizes_that_no_integer_of_bytes_holds_are_out_of_range():
+    assert "to 1000" in type_words(
+        all_options()["global_resource_planner.memory_budget_workspace_factor"].field.type
+    )
+    reserve = all_options()["heterogeneous_rollout.scheduling.kv_activation_reserve_gib"]
+    assert "to 1e+06" in type_words(reserve.field.type)

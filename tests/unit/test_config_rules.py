@@ -12,6 +12,7 @@ from libra.config.arithmetic import (
 from libra.config.model_arch import ModelArchConfig
 from libra.config.problems import Problem
 from libra.config.rollout import TpBucket
+from libra.config.training import MegatronConfig
 
 ARCH = (
     "model_arch: {architecture: Qwen2ForCausalLM, num_layers: 6, hidden_size: 384, "
@@ -494,3 +495,87 @@ def test_a_shape_is_a_struct_that_rules_can_build_on():
     arch = config_from(ARCH).model_arch
     assert isinstance(arch, ModelArchConfig)
     assert arch.num_experts == 0
+
+
+def test_the_nearest_sizes_of_an_enormous_batch_take_no_time():
+    assert nearest_divisors(7, 9 * 10**18) == (6, 8)
+    assert nearest_divisors(8, 2**61 - 1) == (1, 2**61 - 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("rollout_weight_sync_mode: none\nmax_head_offpolicyness: .inf\nsync_interval: 3",
+         "sync_interval"),
+        (("rollout_weight_sync_mode: none\nmax_head_offpolicyness: .inf\n"
+         "rollout_weight_reload_strategy: serial"), "rollout_weight_reload_strategy"),
+        ("importance_floor: 0.1", "importance_floor"),
+        (("rollout_gpus: 3\nheterogeneous_rollout: {instances: [{tp: 1, count: 1}, "
+         "{tp: 2, count: 1}], scheduling: {load_metric: kv_tokens, "
+         "kv_capacity_tokens_by_tp: {2: 9}}}"), f"{SCHEDULING}.kv_capacity_tokens_by_tp"),
+    ],
+)  # fmt: skip
+def test_what_the_rest_makes_useless_is_warned_about(text: str, path: str):
+    assert path in warnings_of(text)
+    assert not broken_rules(text)
+
+
+def test_a_pause_mode_is_of_the_inplace_method():
+    options = {"rollout_weight_reload_method": "restart", "rollout_weight_pause_mode": "abort"}
+    assert only(**options).path == "rollout_weight_pause_mode"
+
+
+def test_capacities_of_other_degrees_would_leave_every_instance_out():
+    text = (
+        "heterogeneous_rollout: {scheduling: {load_metric: kv_tokens, "
+        "kv_capacity_tokens_by_tp: {4: 9}}}"
+    )
+    assert only(text).path == f"{SCHEDULING}.kv_capacity_tokens_by_tp"
+
+
+def test_a_warm_up_ends_before_a_decay_derived_from_total_steps():
+    problem = only(lr_schedule="cosine", total_steps="5", lr_warmup_steps="5")
+    assert (problem.path, problem.hint) == ("lr_warmup_steps", "at most 4")
+    halves = {"lr_schedule": "cosine", "total_steps": "5", "mini_batch_size": "4"}
+    assert not broken_rules(**halves, lr_warmup_steps="9")
+
+
+def test_offloading_none_of_the_optimizer_is_no_offloading():
+    problem = only(megatron_optimizer_cpu_offload="true", megatron_optimizer_offload_fraction="0")
+    assert problem.related == ("megatron_optimizer_offload_fraction",)
+    assert not broken_rules(megatron_optimizer_cpu_offload="true")
+    assert config_from(megatron_optimizer_cpu_offload="true").megatron == MegatronConfig(
+        megatron_optimizer_cpu_offload=True, megatron_optimizer_offload_fraction=1.0
+    )
+
+
+def test_a_weight_belongs_to_an_instance_or_a_degree_of_the_run():
+    options = "load_balance_strategy: weighted, load_balance_weights: {NAME: 2}"
+    text = "heterogeneous_rollout: {instances: [{tp: 1, count: 2}], scheduling: {" + options + "}}"
+    for name in ("vllm-1", "tp1"):
+        assert not broken_rules(text.replace("NAME", name), rollout_gpus="2")
+    for name in ("vllm-2", "tp2", "nonsense"):
+        problem = only(text.replace("NAME", name), rollout_gpus="2")
+        assert (problem.path, problem.hint) == (
+            f"{SCHEDULING}.load_balance_weights",
+            "one of tp1, vllm-0, vllm-1",
+        )
+
+
+@pytest.mark.parametrize("argument", ["--port", "--port=1", "--max_model_len", "-tp"])
+def test_extra_arguments_that_would_undo_the_runs_own_are_refused(argument: str):
+    problem = only(rollout_extra_args=f"['{argument}', '5']")
+    assert problem.path == "rollout_extra_args"
+    assert problem.hint.startswith("set ")
+    assert not broken_rules(rollout_extra_args="['--block-size', '16']")
+
+
+def test_a_run_name_leaves_room_for_the_time():
+    assert only(run_name="é" * 101).path == "run_name"
+    assert not broken_rules(run_name="é" * 100)
+
+
+def test_the_planner_chooses_the_micro_batch():
+    text = "global_resource_planner: {initial_allocation_strategy: grp}"
+    equation = batch_equation(config_from(text, micro_batch_size="3"))
+    assert equation.micro_batches_per_rank is None

@@ -289,3 +289,8 @@ def test_problems_are_listed_in_the_order_of_the_file(tmp_path: Path):
     run = write_run(tmp_path, "zzz: 1\nseed: x\nmax_new_tokens: 9999\nkeep_last: 0")
     lines = [problem.place.line for problem in problems_of(run).values() if problem.place]
     assert lines == [6, 7, 8, 9]
+
+
+def test_removing_quotes_is_suggested_only_where_it_helps():
+    assert only("learning_rate: '1e-6'").endswith("remove the quotes")
+    assert only("learning_rate: 1e").endswith("got the text '1e'")

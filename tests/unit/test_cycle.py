@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from libra.errors import InvariantError
 from libra.ids import PolicyVersion
-from libra_supervisor.loop.cycle import Collect, Cycle, Finish, Limits, Phase, Publish, Reload, Save
+from libra_supervisor.loop.cycle import Collect, Cycle, Finish, Limits, Phase, Publish, Save
 
 
 def limits(**changes):
@@ -20,9 +20,8 @@ def walk(cycle: Cycle, commands, *, now=0.0):
         seen.append(command)
         match command:
             case Publish(version):
-                queue += cycle.on_exported(version)
-            case Reload(version):
-                queue += cycle.on_reloaded(version, now=now)
+                queue += cycle.on_exported(version, now=now)
+                queue += cycle.on_settled(version, now=now)
             case Collect(step):
                 queue += cycle.on_batch_taken(step)
                 queue += cycle.on_trained(step, now=now)
@@ -36,10 +35,11 @@ def walk(cycle: Cycle, commands, *, now=0.0):
 def test_a_new_run_publishes_the_base_version_before_it_collects():
     cycle = Cycle(limits())
     assert cycle.on_parts_ready(restored_step=0, now=0.0) == (Publish(PolicyVersion(0)),)
-    assert cycle.on_exported(PolicyVersion(0)) == (Reload(PolicyVersion(0)),)
     assert cycle.committed is None
-    assert cycle.on_reloaded(PolicyVersion(0), now=0.0) == (Collect(1),)
-    assert cycle.committed == 0
+    assert cycle.on_exported(PolicyVersion(0), now=0.0) == (Collect(1),)
+    assert (cycle.committed, cycle.publishing) == (None, 0)
+    assert cycle.on_settled(PolicyVersion(0), now=0.0) == ()
+    assert (cycle.committed, cycle.publishing) == (0, None)
 
 
 @pytest.mark.case("T-B51")
@@ -61,7 +61,6 @@ def test_a_run_resumed_at_its_end_finishes_without_training_or_saving_again():
     seen = walk(cycle, cycle.on_parts_ready(restored_step=3, now=0.0))
     assert seen == [
         Publish(PolicyVersion(3)),
-        Reload(PolicyVersion(3)),
         Finish("total_steps 3 reached"),
     ]
 
@@ -70,13 +69,12 @@ def test_a_run_resumed_at_its_end_finishes_without_training_or_saving_again():
 def test_a_stop_while_training_lets_the_step_end_and_saves_it():
     cycle = Cycle(limits(save_interval=0))
     cycle.on_parts_ready(restored_step=0, now=0.0)
-    cycle.on_exported(PolicyVersion(0))
-    cycle.on_reloaded(PolicyVersion(0), now=0.0)
+    cycle.on_exported(PolicyVersion(0), now=0.0)
+    cycle.on_settled(PolicyVersion(0), now=0.0)
     cycle.on_batch_taken(1)
     assert cycle.on_stop_requested("SIGTERM", now=1.0) == ()
     assert walk(cycle, cycle.on_trained(1, now=2.0)) == [
         Publish(PolicyVersion(1)),
-        Reload(PolicyVersion(1)),
         Save(1),
         Finish("SIGTERM"),
     ]
@@ -110,9 +108,8 @@ def test_a_checkpoint_between_two_steps_is_not_waited_for():
     walk_to_collecting(cycle, steps=1)
     cycle.on_batch_taken(2)
     cycle.on_trained(2, now=0.0)
-    cycle.on_exported(PolicyVersion(2))
-    assert cycle.on_reloaded(PolicyVersion(2), now=0.0) == (Save(2), Collect(3))
-    assert cycle.saving_step == 2
+    assert cycle.on_exported(PolicyVersion(2), now=0.0) == (Save(2), Collect(3))
+    assert (cycle.saving_step, cycle.publishing) == (2, 2)
     cycle.on_batch_taken(3)
     assert cycle.on_saved(2, now=0.0) == ()
     assert cycle.phase is Phase.TRAINING
@@ -140,6 +137,34 @@ def test_a_lost_gang_rewinds_to_the_step_of_the_next_one():
     cycle.on_batch_taken(6)
     assert cycle.on_gang_lost() == ()
     assert cycle.on_parts_ready(restored_step=4, now=0.0) == (Publish(PolicyVersion(4)),)
+
+
+def test_the_next_export_and_the_end_wait_until_the_publication_before_is_settled():
+    cycle = Cycle(limits(total_steps=2, save_interval=0))
+    cycle.on_parts_ready(restored_step=0, now=0.0)
+    assert cycle.on_exported(PolicyVersion(0), now=0.0) == (Collect(1),)
+    cycle.on_batch_taken(1)
+    assert cycle.on_trained(1, now=1.0) == ()
+    assert cycle.phase is Phase.SETTLING
+    assert cycle.on_settled(PolicyVersion(0), now=2.0) == (Publish(PolicyVersion(1)),)
+    assert cycle.on_exported(PolicyVersion(1), now=3.0) == (Collect(2),)
+    assert cycle.on_settled(PolicyVersion(1), now=4.0) == ()
+    cycle.on_batch_taken(2)
+    assert cycle.on_trained(2, now=5.0) == (Publish(PolicyVersion(2)),)
+    assert cycle.on_exported(PolicyVersion(2), now=6.0) == (Save(2),)
+    assert cycle.on_saved(2, now=7.0) == ()
+    assert cycle.phase is Phase.SETTLING
+    assert cycle.on_settled(PolicyVersion(2), now=8.0) == (Finish("total_steps 2 reached"),)
+
+
+def test_a_version_that_is_not_being_published_cannot_be_settled():
+    cycle = Cycle(limits())
+    cycle.on_parts_ready(restored_step=0, now=0.0)
+    with pytest.raises(InvariantError, match="still written"):
+        cycle.on_settled(PolicyVersion(0), now=0.0)
+    cycle.on_exported(PolicyVersion(0), now=0.0)
+    with pytest.raises(InvariantError, match="v1 came up while v0 is published"):
+        cycle.on_settled(PolicyVersion(1), now=0.0)
 
 
 def test_an_answer_for_another_step_is_a_bug():
@@ -174,9 +199,8 @@ def walk_to_collecting(cycle: Cycle, *, steps: int) -> None:
     while cycle.phase is not Phase.COLLECTING or cycle.step < steps:
         match queue.pop(0):
             case Publish(version):
-                queue += cycle.on_exported(version)
-            case Reload(version):
-                queue += cycle.on_reloaded(version, now=0.0)
+                queue += cycle.on_exported(version, now=0.0)
+                queue += cycle.on_settled(version, now=0.0)
             case Collect(step):
                 cycle.on_batch_taken(step)
                 queue += cycle.on_trained(step, now=0.0)

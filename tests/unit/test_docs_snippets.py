@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from libra.config.load import load_config
+from libra_supervisor.validate.names import shipped_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")),
@@ -31,7 +32,7 @@ def test_a_yaml_snippet_is_a_valid_configuration(text: str, tmp_path: Path):
     if not re.search(r"^(base_config|model_path):", text, re.MULTILINE):
         text = f"base_config: {ROOT}/configs/quickstart.yaml\n{text}"
     path.write_text(text, encoding="utf-8")
-    load_config(path, purpose="plan")
+    load_config(path, purpose="plan", shipped=shipped_names())
 
 
 def test_there_are_snippets_to_check():

@@ -2,6 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from libra.config.algorithm import AlgorithmConfig
+from libra.config.data import DataConfig
 from libra.config.environment import Environment
 from libra.config.load import LoadedConfig
 from libra.config.model import ModelConfig
@@ -11,8 +13,10 @@ from libra.config.run_control import RunControlConfig
 from libra.config.training import TrainingConfig
 from libra.errors import ConfigError, InfeasiblePlanError, SiteError
 from libra.planner.plan import configured_plan
+from libra.rollouts.accounts import LEASE_S
 from libra_supervisor.app import launch
 from libra_supervisor.app.launch import RunRequest, choose_directory, new_run_id, plan_in_words
+from libra_supervisor.app.parts import buffer_limits
 from libra_supervisor.doctor.devices import cuda_devices, resolved_device, slot_devices
 from libra_supervisor.run_directory import RunDirectory
 
@@ -141,3 +145,18 @@ def test_slots_share_cores_on_cpu_and_never_share_a_gpu():
     assert slot_devices("cuda", num_slots=2, environ=two) == ("0", "1")
     with pytest.raises(SiteError, match="uses 3 GPUs and 2 are visible"):
         slot_devices("cuda", num_slots=3, environ=two)
+
+
+def test_what_bounds_the_rollouts_comes_from_the_configuration():
+    limits = buffer_limits(
+        config(
+            algorithm=AlgorithmConfig(n_samples=4, max_flat_drops=3),
+            training=TrainingConfig(batch_size=32),
+            data=DataConfig(reward_timeout_s=5000.0),
+        )
+    )
+    assert (limits.n_samples, limits.batch_size, limits.max_flat_drops) == (4, 32, 3)
+    # A wait for a place and a reward bound themselves: only what is silent beyond them is lost.
+    assert limits.lease_s == LEASE_S + 5000.0
+    assert buffer_limits(config()).lease_s == LEASE_S + 600.0
+    assert buffer_limits(config()).max_flat_drops == 0

@@ -1,7 +1,8 @@
 import msgspec
 import pytest
 
-from libra.models.kv_capacity import GIB
+from libra.config.rules.rollout import CPU_KV_CACHE_BYTES
+from libra.models.kv_capacity import GIB, kv_bytes_per_token
 from libra.planner.calibration import Calibration, Factor
 from libra.planner.cost_models import cost_models
 from libra.planner.memory import MemoryBudget
@@ -161,6 +162,17 @@ def test_a_rollout_worker_holds_weights_and_the_cache_of_its_own_heads():
 def test_the_configured_cache_size_wins_over_the_estimate():
     config = grp_config(rollout={"rollout_kv_cache_bytes": 163_840 * 1000})
     assert cost_models(config, NOTHING_MEASURED).rollout_memory.kv_capacity_tokens(1) == 1000
+
+
+def test_on_the_cpu_an_engine_s_cache_is_as_large_as_it_is_started_with():
+    config = grp_config()
+    on_cpu = msgspec.structs.replace(
+        config, control=msgspec.structs.replace(config.control, device="cpu")
+    )
+    memory = cost_models(on_cpu, NOTHING_MEASURED).rollout_memory
+    per_token = kv_bytes_per_token(memory.arch, tp=1, kv_dtype_bytes=2)
+    assert memory.kv_capacity_tokens(1) == CPU_KV_CACHE_BYTES // per_token
+    assert memory.budget(1).bytes_of["activation reserve"] == 0
 
 
 def test_weights_that_leave_no_room_make_no_capacity():

@@ -1,7 +1,8 @@
+import msgspec
 import pytest
 
 from libra.errors import InfeasiblePlanError
-from libra.planner.calibration import Calibration
+from libra.planner.calibration import Calibration, Observation, observe
 from libra.planner.cost_models import cost_models
 from libra.planner.demand import prior_demand
 from libra.planner.probe import (
@@ -27,6 +28,10 @@ def planned(config):
     )
 
 
+def measured(rise_bytes):
+    return ProbeMeasured(rise_bytes=rise_bytes, peak_bytes=10**9 + rise_bytes)
+
+
 def estimated_peak(run):
     memory = cost_models(run.config, run.calibration).train_memory
     return memory.recompute_peak_bytes(run.report.choice.train)
@@ -34,8 +39,8 @@ def estimated_peak(run):
 
 def test_a_probe_that_confirms_the_estimate_keeps_the_plan():
     run = planned(grp_config())
-    _, estimated = estimated_peak(run)
-    decision = on_probe(run, ProbeMeasured(peak_bytes=estimated))
+    static, estimated = estimated_peak(run)
+    decision = on_probe(run, measured(estimated - static))
     assert isinstance(decision, KeepPlan)
     assert decision.calibration.ratio("recompute_memory") == pytest.approx(1)
     assert "measured" in decision.message
@@ -45,7 +50,7 @@ def test_a_probe_that_confirms_the_estimate_keeps_the_plan():
 def test_a_smaller_peak_is_remembered_for_the_next_plan():
     run = planned(grp_config())
     static, estimated = estimated_peak(run)
-    decision = on_probe(run, ProbeMeasured(peak_bytes=static + (estimated - static) // 2))
+    decision = on_probe(run, measured((estimated - static) // 2))
     assert decision.calibration.ratio("recompute_memory") == pytest.approx(0.5, rel=1e-3)
 
 
@@ -68,8 +73,37 @@ def test_when_nothing_is_left_the_end_names_every_reason():
             max_new_tokens=1024,
         )
     )
-    with pytest.raises(InfeasiblePlanError, match="its recompute probe did not fit"):
+    with pytest.raises(InfeasiblePlanError, match="recompute-logprobs temporaries"):
         on_probe(run, ProbeOutOfMemory())
+
+
+def test_a_peak_that_needs_more_than_the_device_has_is_not_averaged_away():
+    """Twenty earlier probes that fitted say less than this one."""
+    run = planned(grp_config())
+    static, _ = estimated_peak(run)
+    book = NOTHING_MEASURED
+    for _ in range(20):
+        book = observe(book, Observation(operation="recompute_memory", predicted=1.0, measured=1.0))
+    known = msgspec.structs.replace(run, calibration=book)
+    capacity = cost_models(run.config, book).train_memory.capacity_bytes
+    decision = on_probe(known, measured(capacity - static))
+    assert isinstance(decision, SwitchPlan)
+
+
+def test_the_layout_that_failed_is_left_out_with_that_reason():
+    run = planned(grp_config())
+    static, _ = estimated_peak(run)
+    capacity = cost_models(run.config, NOTHING_MEASURED).train_memory.capacity_bytes
+    decision = on_probe(run, measured(capacity - static - 2**30))
+    assert isinstance(decision, SwitchPlan)
+    assert decision.report.choice.train not in decision.excluded
+
+
+def test_what_did_not_rise_teaches_nothing():
+    run = planned(grp_config())
+    decision = on_probe(run, measured(0))
+    assert isinstance(decision, KeepPlan)
+    assert decision.calibration == NOTHING_MEASURED
 
 
 def test_a_configured_split_that_does_not_fit_is_said_to_and_not_changed():

@@ -76,7 +76,7 @@ def test_the_lower_bound_is_one(layout, kl_coefficient):
 
 def test_recomputing_logprobs_and_a_reference_policy_are_paid_for():
     config = grp_config()
-    work = work_of(16, 4096)
+    work = work_of(16, 4096, mini_batch_size=4)
     with_kl = msgspec.structs.replace(
         config, algorithm=msgspec.structs.replace(config.algorithm, kl_coefficient=0.1)
     )
@@ -86,6 +86,12 @@ def test_recomputing_logprobs_and_a_reference_policy_are_paid_for():
     assert none.recompute_logprobs_s == 0
     assert two.recompute_logprobs_s == pytest.approx(2 * one.recompute_logprobs_s)
     assert one.grpo_update_s == none.grpo_update_s
+
+
+def test_with_one_mini_batch_the_update_s_own_forward_pass_recomputes_the_logprobs():
+    model = train_model()
+    assert model.cost(ONE_RANK, work_of(16, 4096)).recompute_logprobs_s == 0
+    assert model.cost(ONE_RANK, work_of(16, 4096, mini_batch_size=8)).recompute_logprobs_s > 0
 
 
 def test_tensor_parallelism_over_slow_links_costs_a_larger_share():

@@ -28,10 +28,12 @@ def at(now: float) -> Moment:
 def closed_step(book: StepBook):
     book.on_collect(at(10.0))
     book.on_batch_taken(6, (group(0, (1.0, 0.0)), group(1, (1.0, 1.0))), PolicyVersion(5), at(12.0))
-    book.on_trained(METRICS, at(13.0))
+    book.on_reload_begun(at(11.0))
+    book.on_trained(METRICS)
+    book.on_phase(is_settling=True, at=at(13.0))
+    book.on_reloaded(at(13.5))
+    book.on_phase(is_settling=False, at=at(13.5))
     book.on_exported(0.25)
-    book.on_reload_begun(at(13.5))
-    book.on_reloaded(at(14.0))
     return book.close(attempt=2, num_dropped={"stale": 8}, at=at(14.0))
 
 
@@ -41,11 +43,26 @@ def test_a_step_s_line_has_the_batch_the_update_and_where_the_time_went():
     assert (record.step, record.policy_version, record.attempt) == (6, 6, 2)
     assert (record.reward_mean, record.frac_zero_std) == (0.75, 0.5)
     assert (record.staleness_mean, record.staleness_max) == (1.0, 1)
-    assert (record.rollout_wait_s, record.export_s, record.reload_s) == (2.0, 0.25, 0.5)
+    assert (record.rollout_wait_s, record.export_s) == (2.0, 0.25)
+    assert (record.reload_s, record.publish_wait_s) == (2.5, 0.5)
     assert record.step_s == 4.0
     # Two sampled tokens in each of four trajectories, over four seconds.
     assert record.tokens_per_s == 2.0
     assert record.num_dropped == {"stale": 8}
+
+
+def test_a_reload_counts_for_the_step_in_which_it_was_settled_and_for_no_other():
+    book = StepBook()
+    book.on_reload_begun(at(9.0))
+    book.on_collect(at(9.5))
+    book.on_reloaded(at(11.0))
+    (first,) = closed_step(book)
+    book.on_collect(at(14.0))
+    book.on_batch_taken(7, (group(0, (1.0, 0.0)),), PolicyVersion(6), at(15.0))
+    book.on_trained(METRICS)
+    (second,) = book.close(attempt=2, num_dropped={}, at=at(16.0))
+    assert first.record.reload_s == 2.5
+    assert (second.record.reload_s, second.record.publish_wait_s) == (0.0, 0.0)
 
 
 def test_a_step_is_written_once_and_one_whose_gang_was_lost_never():

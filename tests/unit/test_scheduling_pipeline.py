@@ -221,3 +221,27 @@ def test_requests_within_one_scrape_window_spread_over_the_fleet():
         scheduler.on_snapshot(InstanceId(f"i{k}"), snapshot(0.0, num_running=0, num_waiting=0), 0.0)
     seen = Counter(place(scheduler, 0.1).instance_id for _ in range(200))
     assert max(seen.values()) / min(seen.values()) <= 1.3
+
+
+def test_every_decision_is_explained_as_it_is_taken_also_that_of_a_request_that_waited():
+    told = []
+    config = scheduling(max_in_flight_per_instance=1)
+    scheduler = Scheduler(config, explained=lambda ask, why: told.append((ask, why)))
+    scheduler.observe_instance(spec("i0"), 0.0)
+    first, second = request(), request()
+    routed = scheduler.route(first, 0.0)
+    assert isinstance(scheduler.route(second, 1.0), Wait)
+    scheduler.complete(routed.reservation, 5, 2.0)
+    assert [ask for ask, _ in told] == [first, second, second]
+    assert [why.choice for _, why in told] == ["i0", None, "i0"]
+    assert [why.instances[0].removed_by for _, why in told] == [None, "queue_cap", None]
+    assert told[1][1].reason == "waits: queue_cap"
+
+
+def test_a_decision_is_explained_with_what_time_alone_has_ended():
+    told = []
+    scheduler = Scheduler(scheduling(), explained=lambda _, why: told.append(why))
+    scheduler.observe_instance(spec("i0"), 0.0)
+    scheduler.fail(place(scheduler), "saturated", 0.0, retry_after_s=2.0)
+    place(scheduler, 2.0)
+    assert [why.choice for why in told] == ["i0", "i0"]

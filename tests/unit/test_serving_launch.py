@@ -106,7 +106,8 @@ def test_a_damaged_or_foreign_version_is_not_served(environment, tmp_path):
     with pytest.raises(DataError, match="published by run run-2"):
         prepare(["--", str(foreign)], environment)
     damaged, _ = publish_weights(tmp_path / "weights", 9)
-    (damaged / "model.safetensors").write_bytes(b"torn")
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes() + b"more")
     with pytest.raises(DataError, match=r"model\.safetensors"):
         prepare(["--", str(damaged)], environment)
 

@@ -7,8 +7,8 @@ from safetensors.numpy import load_file
 
 from libra.errors import DataError
 from libra.ids import PolicyVersion, RunId
-from libra.storage.digest import file_entry, hash_bytes
-from libra.storage.finite import find_non_finite
+from libra.storage.content import BLOCK_BYTES, Content, read_content
+from libra.storage.digest import file_entry, hash_bytes, hash_file
 from libra.storage.manifests import read_manifest, verify_weights, write_manifest
 from libra.storage.safetensors import (
     INDEX_NAME,
@@ -98,7 +98,7 @@ def test_a_directory_without_safetensors_is_refused(tmp_path):
 
 def test_published_weights_verify_and_their_manifest_hash_is_of_its_bytes(tmp_path):
     manifest = published(tmp_path)
-    verify_weights(tmp_path, manifest, find_non_finite=find_non_finite)
+    verify_weights(tmp_path, manifest)
     assert read_manifest(tmp_path)[1] == hash_bytes((tmp_path / MANIFEST_NAME).read_bytes())
 
 
@@ -163,9 +163,8 @@ def test_a_file_listed_twice_is_refused(tmp_path):
 def test_a_value_that_is_not_finite_is_found_by_tensor(tmp_path, bad, dtype):
     value = np.array([1.0, bad, 2.0], dtype=dtype)
     manifest = published(tmp_path, {"ok": VALUES["a.weight"], "bad": value})
-    verify_weights(tmp_path, manifest)
     with pytest.raises(DataError, match="NaN or Inf in bad"):
-        verify_weights(tmp_path, manifest, find_non_finite=find_non_finite)
+        verify_weights(tmp_path, manifest)
 
 
 @pytest.mark.parametrize(("bits", "is_bad"), [(0x3F80, False), (0x7F80, True), (0xFFC1, True)])
@@ -173,7 +172,19 @@ def test_bfloat16_is_looked_at_bit_by_bit(tmp_path, bits, is_bad):
     tensor = TensorEntry(name="w", dtype="BF16", shape=(2,), file="m.safetensors")
     content = np.array([0x4000, bits], dtype="<u2")
     write_safetensors(tmp_path / "m.safetensors", [tensor], [memoryview(content.view(np.uint8))])
-    assert find_non_finite(tmp_path / "m.safetensors") == (["w"] if is_bad else [])
+    assert read_content(tmp_path / "m.safetensors").non_finite == (("w",) if is_bad else ())
+
+
+@pytest.mark.parametrize("at", [0, BLOCK_BYTES // 4 - 1, BLOCK_BYTES // 4, -1])
+def test_a_tensor_of_many_blocks_is_read_to_its_last_value(tmp_path, at):
+    values = np.linspace(-1, 1, BLOCK_BYTES // 4 + 77, dtype=np.float32)
+    largest = np.array([np.finfo(np.float32).max, -np.finfo(np.float32).max], np.float32)
+    path = tmp_path / "model.safetensors"
+    write_model(tmp_path, {"a": largest, "b": values})
+    assert read_content(path) == Content(hash_file(path), ())
+    values[at] = np.nan
+    write_model(tmp_path, {"a": largest, "b": values})
+    assert read_content(path) == Content(hash_file(path), ("b",))
 
 
 BROKEN_HEADERS = {

@@ -1,12 +1,15 @@
 import json
 import os
+from pathlib import Path
 
 import pytest
 
 from libra import clock
 from libra.errors import DataError
 from libra.tracing.chrome import labels_for, read_trace, trace_files, write_chrome_trace
+from libra.tracing.lanes import Lanes
 from libra.tracing.span import Phase, SpanWriter, trace_path
+from libra_supervisor.cli.main import main
 
 
 def write_run(run_dir, *, ranks=2, attempt=1):
@@ -92,6 +95,18 @@ def test_two_runs_are_laid_side_by_side_from_zero(tmp_path):
     assert {e["name"] for e in spans} == {"grpo_update", "recompute_logprobs"}
 
 
+def test_the_verb_writes_one_file_and_names_what_holds_no_trace(tmp_path, capsys):
+    write_run(tmp_path / "run")
+    out = tmp_path / "trace.json"
+    assert main(["trace", str(tmp_path / "run"), "--output", str(out)]) == 0
+    num_events = len(json.loads(out.read_text())["traceEvents"])
+    assert capsys.readouterr().out == f"{out}: {num_events} events\n"
+    (tmp_path / "empty").mkdir()
+    assert main(["trace", str(tmp_path / "empty"), "--output", str(tmp_path / "none.json")]) == 2
+    assert str(tmp_path / "empty") in capsys.readouterr().err
+    assert not (tmp_path / "none.json").exists()
+
+
 def test_tracks_of_one_process_become_named_threads(tmp_path):
     writer = SpanWriter(trace_path(tmp_path, -1), rank=-1, run_id="r", role="control")
     writer.record("reload", 0.0, 1.0, track="vllm-0")
@@ -124,3 +139,91 @@ def test_a_trace_of_a_newer_version_is_refused_with_both_versions(tmp_path):
 def test_runs_of_the_same_name_get_labels_of_their_own(tmp_path):
     labels = labels_for([tmp_path / "a" / "run", tmp_path / "b" / "run"])
     assert sorted(labels) == ["run", "run (2)"]
+
+
+def test_a_full_file_makes_room_and_the_oldest_goes(tmp_path):
+    path = trace_path(tmp_path, 0)
+    writer = SpanWriter(path, rank=0, run_id="r", max_bytes=1000, num_kept=3)
+    for step in range(100):
+        writer.record("grpo_update", float(step), step + 0.5, step=step)
+    writer.close()
+    files = {file.name for file in tmp_path.iterdir()}
+    assert files == {
+        "phase_trace_rank0.jsonl", "phase_trace_rank0.1.jsonl", "phase_trace_rank0.2.jsonl",
+        "phase_trace_rank0.3.jsonl",
+    }  # fmt: skip
+    assert all(file.stat().st_size <= 1000 for file in tmp_path.iterdir())
+    assert writer.num_lost == 0
+    # The newest spans are there without a gap, and every file can be read by itself.
+    steps = [
+        span.args["step"]
+        for name in (*(f"phase_trace_rank0.{number}.jsonl" for number in (3, 2, 1)), path.name)
+        for _, spans in read_trace(tmp_path / name)
+        for span in spans
+    ]
+    assert steps == list(range(steps[0], 100))
+
+
+def test_a_later_life_goes_on_in_a_file_that_is_nearly_full(tmp_path):
+    for attempt in (1, 2, 3):
+        writer = SpanWriter(
+            trace_path(tmp_path, 0), rank=0, run_id="r", attempt=attempt, max_bytes=700
+        )
+        for _ in range(3):
+            writer.record("grpo_update", 1.0, 2.0)
+        writer.close()
+    events = convert(tmp_path)
+    assert len([e for e in events if e["ph"] == "X"]) == 9
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert sorted(names) == [
+        "r: trainer rank 0", "r: trainer rank 0, attempt 2", "r: trainer rank 0, attempt 3"
+    ]  # fmt: skip
+
+
+def test_a_directory_that_refuses_a_new_file_costs_the_bound_and_no_span(tmp_path, monkeypatch):
+    def refused(_self, _target):
+        raise OSError(28, "no space left")
+
+    monkeypatch.setattr(Path, "replace", refused)
+    path = trace_path(tmp_path, 0)
+    writer = SpanWriter(path, rank=0, run_id="r", max_bytes=500)
+    for _ in range(20):
+        writer.record("grpo_update", 1.0, 2.0)
+    writer.close()
+    assert len(read_trace(path)[0][1]) == 20
+    assert writer.num_lost > 0
+
+
+def convert(source):
+    out = source.parent / f"{source.name}.json"
+    write_chrome_trace({"r": source}, out)
+    return json.loads(out.read_text())["traceEvents"]
+
+
+def test_an_arrow_leads_from_each_sample_to_the_step_that_trained_it(tmp_path):
+    writer = SpanWriter(trace_path(tmp_path, -1), rank=-1, run_id="r", role="control")
+    for sample in range(2):
+        track = f"rollouts #{sample}"
+        writer.record(Phase.ROLLOUT, 1.0, 2.0, track=track, group="g1", sample=sample)
+    writer.record(Phase.ROLLOUT, 1.0, 2.0, track="rollouts #2", group="g2", sample=0)
+    writer.record(Phase.TRAIN_STEP, 3.0, 4.0, step=1, groups=["g1"], outcome="trained")
+    # A step whose gang was lost trained nothing.
+    writer.record(Phase.TRAIN_STEP, 5.0, 6.0, step=2, groups=["g2"], outcome="lost")
+    writer.close()
+    events = convert(tmp_path)
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert len(starts) == 2
+    assert starts.keys() == ends.keys()
+    samples = [e for e in events if e["name"] == "rollout" and e["args"]["group"] == "g1"]
+    assert {e["tid"] for e in starts.values()} == {e["tid"] for e in samples}
+    (step,) = [e for e in events if e["name"] == "train_step" and e["args"]["step"] == 1]
+    assert {(e["tid"], e["bp"]) for e in ends.values()} == {(step["tid"], "e")}
+
+
+def test_lanes_that_are_given_back_are_taken_again_lowest_first():
+    lanes = Lanes("vllm-0")
+    assert [lanes.take() for _ in range(3)] == [0, 1, 2]
+    lanes.give_back(2)
+    lanes.give_back(0)
+    assert [lanes.track(lanes.take()) for _ in range(3)] == ["vllm-0 #0", "vllm-0 #2", "vllm-0 #3"]

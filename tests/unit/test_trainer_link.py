@@ -8,7 +8,15 @@ import pytest
 from libra.errors import SiteError
 from libra.trainer.link import Link
 from libra.wire.framing import FrameDecoder, encode_frame
-from libra.wire.rank import Heartbeat, RankCommand, RankEvent, Shutdown
+from libra.wire.rank import (
+    Heartbeat,
+    JudgeAcks,
+    RankCommand,
+    RankEvent,
+    Shutdown,
+    TrainStep,
+)
+from reload_messages import reload_request
 
 
 @pytest.fixture
@@ -37,6 +45,15 @@ def test_an_error_behind_the_main_thread_reaches_it_while_it_waits_for_a_command
     threading.Timer(0, link.interrupt, [failed]).start()
     with pytest.raises(SiteError, match="no space left"):
         link.receive()
+
+
+def test_acks_are_judged_though_the_main_thread_has_a_step_to_train_first(ends):
+    link, supervisor = ends
+    acks = JudgeAcks(reload_request(), ())
+    tell(supervisor, TrainStep(step=3, mini_batches=()))
+    tell(supervisor, acks)
+    assert link.receive_acks() == acks
+    assert link.receive() == TrainStep(step=3, mini_batches=())
 
 
 def test_frames_of_two_threads_never_mix(ends):

@@ -255,3 +255,13 @@ def test_an_over_long_prompt_of_real_data_is_named_by_line(tmp_path: Path):
     assert out.exit_code == 2
     assert f"{tmp_path}/d.jsonl:2" in out.stderr
     assert "5 tokens, the most is 4" in out.stderr
+
+
+def test_a_broken_tokenizer_is_a_fault_of_the_option_that_names_it(tmp_path: Path):
+    path = write_run(tmp_path)
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    out = run(path, summarize_dataset=summarize_dataset)
+    assert out.exit_code == 2
+    assert f"run.yaml:1: model_path: {tmp_path}/model/tokenizer.json: " in out.stderr
+    out = run(path, "tokenizer_path=model", summarize_dataset=summarize_dataset)
+    assert "-o tokenizer_path=model: tokenizer_path: " in out.stderr

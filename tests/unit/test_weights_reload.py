@@ -122,6 +122,18 @@ def test_a_planned_leave_is_neither_a_failure_nor_a_member():
     assert batch.on_left("a", now=3.0) == ()
 
 
+@pytest.mark.parametrize("method", ["inplace", "restart"])
+def test_a_request_that_did_not_get_through_is_not_waited_for(method):
+    batch = batch_of(member("a"), member("b"), method=method)
+    batch.start(now=0.0)
+    assert batch.on_undelivered("a", "connection reset", now=1.0) == (
+        Quarantine("a", "connection reset"),
+    )
+    assert batch.in_flight == {"b"}
+    assert batch.on_undelivered("a", "connection reset", now=2.0) == ()
+    assert batch.on_undelivered("c", "connection reset", now=2.0) == ()
+
+
 def test_an_instance_lost_after_its_ack_is_not_committed():
     batch = batch_of(member("a"), member("b"))
     batch.start(now=0.0)

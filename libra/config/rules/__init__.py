@@ -22,7 +22,12 @@ RULES: tuple[Rule, ...] = (
     *planning.RULES,
     *exclusive.RULES,
 )
-WARNINGS: tuple[Rule, ...] = (*batch.WARNINGS, *rollout.WARNINGS, *exclusive.WARNINGS)
+WARNINGS: tuple[Rule, ...] = (
+    *batch.WARNINGS,
+    *rollout.WARNINGS,
+    *scheduling.WARNINGS,
+    *exclusive.WARNINGS,
+)
 
 
 def check_rules(config: RunConfig) -> tuple[Problem, ...]:

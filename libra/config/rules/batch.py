@@ -8,6 +8,7 @@ from libra.config.arithmetic import (
     model_parallel_size,
     nearest_divisors,
     nearest_multiples,
+    optimizer_steps,
     samples_per_optimizer_step,
 )
 from libra.config.problems import Problem
@@ -110,13 +111,29 @@ def schedule_has_an_end(config: RunConfig) -> Iterator[Problem]:
             hint="set lr_decay_steps (in optimizer steps) or total_steps",
             related=("lr_schedule", "total_steps"),
         )
-    if training.lr_decay_steps and training.lr_warmup_steps >= training.lr_decay_steps:
+    decay_steps, said_by = training.lr_decay_steps, "lr_decay_steps"
+    if not decay_steps:
+        decay_steps = (config.control.total_steps or 0) * optimizer_steps(config)
+        said_by = "total_steps"
+    if decay_steps and training.lr_warmup_steps >= decay_steps:
         yield Problem(
             path="lr_warmup_steps",
             what=f"{training.lr_warmup_steps} optimizer steps of warm-up leave none of the "
-            f"{training.lr_decay_steps} (lr_decay_steps)",
-            hint=f"at most {training.lr_decay_steps - 1}",
-            related=("lr_decay_steps",),
+            f"{decay_steps} ({said_by})",
+            hint=f"at most {decay_steps - 1}",
+            related=(said_by,),
+        )
+
+
+def offload_offloads(config: RunConfig) -> Iterator[Problem]:
+    """Check that an optimizer that is to be offloaded is so in part at least."""
+    megatron = config.megatron
+    if megatron.megatron_optimizer_cpu_offload and not megatron.megatron_optimizer_offload_fraction:
+        yield Problem(
+            path="megatron_optimizer_cpu_offload",
+            what="moves nothing while megatron_optimizer_offload_fraction is 0",
+            hint="set that above 0; 1 offloads all of the optimizer state",
+            related=("megatron_optimizer_offload_fraction",),
         )
 
 
@@ -188,6 +205,7 @@ RULES = (
     recompute_fits,
     run_ends,
     schedule_has_an_end,
+    offload_offloads,
     dual_clip_is_above_one,
     lower_clip_is_below_one,
     importance_bounds_are_ordered,

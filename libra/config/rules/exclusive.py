@@ -33,6 +33,10 @@ def _is_not(value: Any) -> Callable[[Any], bool]:
     return lambda found: found != value
 
 
+def _contains(value: Any) -> Callable[[Any], bool]:
+    return lambda found: value in found
+
+
 def _prefixed(prefix: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{prefix}.{name}" for name in names)
 
@@ -85,6 +89,9 @@ CHOICES: Final = (
         bool,
         "true",
     ),
+    Dependence(
+        ("rollout_weight_pause_mode",), "rollout_weight_reload_method", _is("inplace"), "inplace"
+    ),
 )
 """Set under another choice: an error."""
 
@@ -119,8 +126,19 @@ SWITCHES: Final = (
         "true",
     ),
     Dependence(("kl_estimator", "kl_unbiased"), "kl_coefficient", bool, "above 0"),
+    Dependence(("importance_cap",), "importance_correction", _is_not("none"), "not none"),
+    Dependence(("importance_floor",), "importance_correction", _is("icepop"), "icepop"),
     Dependence(
-        ("importance_cap", "importance_floor"), "importance_correction", _is_not("none"), "not none"
+        (
+            "sync_interval",
+            "rollout_weight_reload_method",
+            "rollout_weight_reload_strategy",
+            "rollout_weight_pause_mode",
+            "rollout_weight_ack_timeout_s",
+        ),
+        "rollout_weight_sync_mode",
+        _is_not("none"),
+        "not none",
     ),
     Dependence(("eval_interval", "eval_samples", "eval_pass_reward"), "eval_data", bool, "set"),
     Dependence(("recompute_micro_batch_size",), "recompute_logprobs", bool, "true"),
@@ -140,7 +158,20 @@ SWITCHES: Final = (
         _is("configured"),
         "configured",
     ),
-    Dependence(("phase_trace_dir",), "phase_trace_enabled", bool, "true"),
+    Dependence(
+        ("phase_trace_dir", "phase_trace_max_bytes", "phase_trace_keep"),
+        "phase_trace_enabled",
+        bool,
+        "true",
+    ),
+    Dependence(("tensorboard_dir",), "trackers", _contains("tensorboard"), "with tensorboard"),
+    Dependence(("wandb_project", "wandb_mode"), "trackers", _contains("wandb"), "with wandb"),
+    Dependence(
+        ("mlflow_tracking_uri", "mlflow_experiment"),
+        "trackers",
+        _contains("mlflow"),
+        "with mlflow",
+    ),
     Dependence(("api.api_host",), "api.api_port", _is_not(None), "set"),
 )
 """Set while the switch is off: a warning."""

@@ -1,7 +1,7 @@
 """Token lengths, staleness, rollout devices, KV cache, ports, names of user code."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import inf
 
 from libra.config.arithmetic import num_rollout_instances, planner_decides, rollout_buckets
@@ -11,6 +11,9 @@ from libra.config.run import RunConfig
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CPU_KV_CACHE_BYTES = 64 * 2**20
 """What rollout_kv_cache_bytes 0 means on CPU."""
+
+MAX_RUN_NAME_BYTES = 200
+"""File systems take 255; the time the run started comes after it."""
 
 _URL = re.compile(r"^https?://(?:\[[0-9A-Fa-f:.]+\]|[^\s/:@\[\]]+):[0-9]{1,5}/?$")
 
@@ -205,6 +208,49 @@ def run_name_is_a_file_name(config: RunConfig) -> Iterator[Problem]:
             what=f"{name!r} cannot be part of a directory's name",
             hint="use letters, digits, - and _",
         )
+    elif len(name.encode()) > MAX_RUN_NAME_BYTES:
+        yield Problem(
+            path="run_name",
+            what=f"{len(name.encode())} bytes are too long for a directory's name",
+            hint=f"at most {MAX_RUN_NAME_BYTES}",
+        )
+
+
+OWN_FLAGS: Mapping[str, str] = {
+    "--model": "model_path",
+    "--tokenizer": "tokenizer_path",
+    "--dtype": "rollout_dtype",
+    "--tensor-parallel-size": "heterogeneous_rollout.instances",
+    "-tp": "heterogeneous_rollout.instances",
+    "--max-model-len": "max_model_len",
+    "--max-num-seqs": "rollout_max_num_seqs",
+    "--seed": "seed",
+    "--gpu-memory-utilization": "gpu_memory_utilization",
+    "--kv-cache-memory-bytes": "rollout_kv_cache_bytes",
+    "--enforce-eager": "rollout_enforce_eager",
+    "--port": "rollout_port_base",
+    "--host": "",
+    "--served-model-name": "",
+    "--logprobs-mode": "",
+    "--generation-config": "",
+    "--scheduling-policy": "",
+    "--middleware": "",
+    "--worker-extension-cls": "",
+}
+"""Arguments of `vllm serve` that a run sets itself, with the option that decides, if one does."""
+
+
+def extra_args_leave_ours_alone(config: RunConfig) -> Iterator[Problem]:
+    """Check that no extra argument undoes what the run relies on."""
+    for argument in config.rollout.rollout_extra_args:
+        flag = argument.partition("=")[0].replace("_", "-")
+        if flag in OWN_FLAGS:
+            option = OWN_FLAGS[flag]
+            yield Problem(
+                path="rollout_extra_args",
+                what=f"{flag} is set by the run itself",
+                hint=f"set {option}" if option else "leave it out",
+            )
 
 
 def frozen_engines(config: RunConfig) -> Iterator[Problem]:
@@ -228,5 +274,6 @@ RULES = (
     endpoints_are_urls,
     ports_are_free_of_each_other,
     run_name_is_a_file_name,
+    extra_args_leave_ours_alone,
 )
 WARNINGS = (frozen_engines,)

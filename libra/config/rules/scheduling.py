@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from libra.config.arithmetic import planner_decides, rollout_buckets
 from libra.config.problems import Problem
 from libra.config.run import RunConfig
 
@@ -41,6 +42,66 @@ def snapshots_live_longer_than_a_poll(config: RunConfig) -> Iterator[Problem]:
     )
 
 
+def somebody_has_a_capacity(config: RunConfig) -> Iterator[Problem]:
+    """Check that kv_tokens can choose an instance at all."""
+    uncovered, covered = _degrees_by_capacity(config)
+    if uncovered and not covered:
+        yield Problem(
+            path=f"{SCHEDULING}.kv_capacity_tokens_by_tp",
+            what=f"names no TP degree of this run ({_listed(uncovered)}): load_metric kv_tokens "
+            "would leave every instance out",
+            hint=f"add {uncovered[0]}, or empty it to estimate all",
+            related=("heterogeneous_rollout.instances", "rollout_gpus"),
+        )
+
+
+def instances_without_capacity(config: RunConfig) -> Iterator[Problem]:
+    """Warn of instances that kv_tokens leaves out."""
+    uncovered, covered = _degrees_by_capacity(config)
+    if uncovered and covered:
+        yield Problem(
+            path=f"{SCHEDULING}.kv_capacity_tokens_by_tp",
+            what=f"names no capacity for TP {_listed(uncovered)}: load_metric kv_tokens leaves "
+            "those instances out",
+            hint="add them, or empty it to estimate all",
+            related=("heterogeneous_rollout.instances",),
+        )
+
+
+def weights_name_instances(config: RunConfig) -> Iterator[Problem]:
+    """Check that every weight belongs to an instance of the run."""
+    weights = config.heterogeneous_rollout.scheduling.load_balance_weights
+    if planner_decides(config):
+        return
+    buckets = rollout_buckets(config)
+    names = {f"tp{bucket.tp}" for bucket in buckets}
+    names |= {f"vllm-{index}" for index in range(sum(bucket.count for bucket in buckets))}
+    for name in weights.keys() - names:
+        yield Problem(
+            path=f"{SCHEDULING}.load_balance_weights",
+            what=f"{name!r} is no instance of this run and no TP degree of one",
+            hint=f"one of {', '.join(sorted(names)[:8])}",
+            related=("heterogeneous_rollout.instances",),
+        )
+
+
+def _degrees_by_capacity(config: RunConfig) -> tuple[list[int], list[int]]:
+    """TP degrees without and with a configured capacity; none where that does not matter."""
+    scheduling = config.heterogeneous_rollout.scheduling
+    capacities = scheduling.kv_capacity_tokens_by_tp
+    if not capacities or scheduling.load_metric != "kv_tokens" or planner_decides(config):
+        return [], []
+    degrees = sorted({bucket.tp for bucket in rollout_buckets(config)})
+    return (
+        [tp for tp in degrees if tp not in capacities],
+        [tp for tp in degrees if tp in capacities],
+    )
+
+
+def _listed(degrees: list[int]) -> str:
+    return ", ".join(str(tp) for tp in degrees)
+
+
 def backoff_grows(config: RunConfig) -> Iterator[Problem]:
     """Check the ends of the restart backoff."""
     supervision = config.supervision
@@ -69,5 +130,8 @@ RULES = (
     hysteresis,
     shared_load_lives_longer_than_a_heartbeat,
     snapshots_live_longer_than_a_poll,
+    somebody_has_a_capacity,
+    weights_name_instances,
     backoff_grows,
 )
+WARNINGS = (instances_without_capacity,)

@@ -1,7 +1,6 @@
 """Builds the moving parts of a run: servers, gang, reward workers, runner, gateway."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -14,23 +13,24 @@ from libra.scheduling.scheduler import Scheduler
 from libra.workflows.loading import load_workflow
 from libra_supervisor.app.engine import Engine, EngineSite
 from libra_supervisor.app.fleet import Fleet
+from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.app.launch import Launch
 from libra_supervisor.app.parts import batch_shape
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import CheckpointChooser
 from libra_supervisor.app.routing import EngineRouter
-from libra_supervisor.doctor.devices import cpu_cores
+from libra_supervisor.app.scoring import reward_pool_of
 from libra_supervisor.events import Event
 from libra_supervisor.gateway.gateway import Gateway, GatewayOptions
 from libra_supervisor.gateway.waiting import WaitingRoom
 from libra_supervisor.inbox import Inbox
 from libra_supervisor.instances.client import MODEL_NAME
+from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.loop.execute import Terms
 from libra_supervisor.process.spawn import Spawner
 from libra_supervisor.ranks.gang import Gang
 from libra_supervisor.ranks.torchrun import GangSite
 from libra_supervisor.rewards.pool import RewardPool
-from libra_supervisor.rewards.worker import RewardSettings, running_worker
 from libra_supervisor.rollouts.client import GenerationSettings
 from libra_supervisor.rollouts.runner import RolloutRunner, RunnerParts
 from libra_supervisor.shared_load.directory import SharedDirectory
@@ -52,6 +52,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
     room: WaitingRoom
     inbox: Inbox[Event]
     rng: Random
+    meter: ServingMeter
 
     def terms(self) -> Terms:
         config = self.launch.config
@@ -76,6 +77,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             token_file=self.token_file,
             env=launch.environ,
             devices=launch.devices,
+            meter=self.meter,
         )
         base = config.rollout.rollout_port_base
         engines = [
@@ -120,19 +122,14 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def reward_pool(self) -> RewardPool:
-        data = self.launch.config.data
-        settings = RewardSettings(
+        launch = self.launch
+        return reward_pool_of(
+            launch.config.data,
             run_id=self.run_id,
-            run_dir=self.launch.directory.root,
-            reward=data.reward,
-            reward_args=data.reward_args,
-            env=self.launch.environ,
-            cwd=str(Path.cwd()),
-            timeout_s=data.reward_timeout_s,
-            memory_bytes=data.reward_memory_bytes,
+            run_dir=launch.directory.root,
+            spawner=self.spawner,
+            environ=launch.environ,
         )
-        start = partial(running_worker, spawner=self.spawner, settings=settings)
-        return RewardPool(start, num_workers=data.reward_workers or len(cpu_cores()))
 
     def runner(self, tasks: PromptDataset, fleet: Fleet, pool: RewardPool) -> RolloutRunner:
         config = self.launch.config
@@ -152,6 +149,12 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
                     top_p=config.rollout.top_p,
                 ),
             )
+        )
+
+    def forecaster(self) -> Forecaster:
+        launch = self.launch
+        return Forecaster(
+            launch.config, launch.plan, book=launch.book, store=launch.store, meter=self.meter
         )
 
     def load_exchange(self) -> LoadExchange | None:

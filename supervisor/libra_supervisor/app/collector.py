@@ -3,19 +3,38 @@
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
+from libra import clock
 from libra.wire.api import StatusSnapshot
+from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.loop.control import Control
+from libra_supervisor.loop.stall import StallMeter
+from libra_supervisor.records.trackers import Trackers
 
 
 class RunCollector(Collector):
     """Gauges and counters `libra_*`; units are in the names."""
 
-    def __init__(self, control: Control, status: Callable[[], StatusSnapshot]) -> None:
+    def __init__(
+        self,
+        control: Control,
+        status: Callable[[], StatusSnapshot],
+        stalls: StallMeter,
+        forecaster: Forecaster,
+        trackers: Trackers,
+    ) -> None:
         self._control = control
         self._status = status
+        self._stalls = stalls
+        self._forecaster = forecaster
+        self._trackers = trackers
 
     def collect(self) -> Iterator[Metric]:
         status, control = self._status(), self._control
@@ -37,13 +56,105 @@ class RunCollector(Collector):
         yield GaugeMetricFamily(
             "libra_trajectories_buffered", "Of complete groups that wait.", status.num_buffered
         )
+        yield from self._of_engines(status)
         yield from self._of_last_step()
+        yield from self._of_forecast()
+        missed = CounterMetricFamily(
+            "libra_tracker_missed_steps",
+            "Steps that a tracker dropped or failed to keep.",
+            labels=["tracker"],
+        )
+        for tracker in self._trackers.all:
+            missed.add_metric([tracker.name], tracker.num_dropped + tracker.num_failed)
+        yield missed
         dropped = CounterMetricFamily(
             "libra_trajectories_dropped", "Dropped since the run began.", labels=["reason"]
         )
         for reason, count in control.desk.dropped_by_reason.items():
             dropped.add_metric([reason], count)
         yield dropped
+        yield from self._of_event_loop()
+        yield from self._of_reloads()
+
+    def _of_reloads(self) -> Iterator[Metric]:
+        counts = self._control.publication.counts
+        batches = CounterMetricFamily(
+            "libra_reload_batches", "Batches of weight reloads that ended.", labels=["outcome"]
+        )
+        for outcome, number in counts.num_batches.items():
+            batches.add_metric([outcome], number)
+        yield batches
+        yield CounterMetricFamily(
+            "libra_reload_acks_refused",
+            "Duplicate, late or foreign acknowledgements.",
+            counts.num_refused_acks,
+        )
+        yield CounterMetricFamily(
+            "libra_reload_quarantines",
+            "Instances taken out of routing because a reload failed.",
+            counts.num_quarantined,
+        )
+        last = counts.last
+        if last is None:
+            return
+        part_of = GaugeMetricFamily(
+            "libra_reload_instance_seconds",
+            "Longest of any instance in the newest batch of the whole fleet, by part.",
+            labels=["part"],
+        )
+        for part in ("lock_wait_s", "process_stop_s", "model_load_s", "total_s"):
+            longest = max((getattr(ack, part) for ack in last.acks), default=0.0)
+            part_of.add_metric([part.removesuffix("_s")], longest)
+        yield part_of
+        yield GaugeMetricFamily(
+            "libra_reload_probe_difference",
+            "Largest |trainer - engine| logprob of the probe in it.",
+            last.probe_difference,
+        )
+
+    def _of_event_loop(self) -> Iterator[Metric]:
+        yield HistogramMetricFamily(
+            "libra_event_loop_stall_seconds",
+            "How much later than due the control plane's event loop woke a task.",
+            buckets=self._stalls.buckets(),
+            sum_value=self._stalls.sum_s,
+        )
+        yield GaugeMetricFamily(
+            "libra_event_loop_longest_stall_seconds",
+            "The longest of the last minute.",
+            self._stalls.longest_s(now=clock.now()),
+        )
+
+    def _of_engines(self, status: StatusSnapshot) -> Iterator[Metric]:
+        """As last scraped; what an engine does not tell is absent, never 0."""
+        engines = [child for child in status.children if child.role == "rollout"]
+        for name, text, values in (
+            (
+                "libra_engine_requests_in_flight",
+                "Ours, by instance.",
+                {e.child: e.num_in_flight for e in engines},
+            ),
+            (
+                "libra_engine_requests_queued",
+                "Waiting inside the engine, of whomever.",
+                {e.child: e.num_queued for e in engines},
+            ),
+            (
+                "libra_engine_kv_use_ratio",
+                "KV-cache occupancy, 0 to 1.",
+                {e.child: e.kv_use_fraction for e in engines},
+            ),
+            (
+                "libra_engine_signals_age_seconds",
+                "Since the engine's metrics were last read.",
+                {e.child: e.signals_age_s for e in engines},
+            ),
+        ):
+            family = GaugeMetricFamily(name, text, labels=["instance"])
+            for instance, value in values.items():
+                if value is not None:
+                    family.add_metric([instance], value)
+            yield family
 
     def _of_last_step(self) -> Iterator[Metric]:
         last = self._control.book.last
@@ -57,9 +168,44 @@ class RunCollector(Collector):
             ("libra_step_seconds", "Wall time of the newest step.", last.step_s),
             ("libra_train_seconds", "Its training part.", last.train_s),
             ("libra_rollout_wait_seconds", "Its wait for rollouts.", last.rollout_wait_s),
-            ("libra_reload_seconds", "Its weight reload.", last.reload_s),
+            (
+                "libra_reload_seconds",
+                "The weight reload that was settled in it, beside training.",
+                last.reload_s,
+            ),
+            (
+                "libra_publish_wait_seconds",
+                "How long the trainer stood still for a weight reload.",
+                last.publish_wait_s,
+            ),
         ):
             yield GaugeMetricFamily(name, text, value)
+
+    def _of_forecast(self) -> Iterator[Metric]:
+        """What the cost model expected of the newest step; absent where it expects nothing."""
+        last, book = self._forecaster.latest, self._forecaster.book
+        errors = GaugeMetricFamily(
+            "libra_prediction_error_fraction",
+            "Measured / predicted - 1 of the newest step.",
+            labels=["side"],
+        )
+        if last is not None:
+            for side, error in (
+                ("train", last.train_error_fraction),
+                ("rollout", last.rollout_error_fraction),
+                ("memory", last.memory_error_fraction),
+            ):
+                if error is not None:
+                    errors.add_metric([side], error)
+        yield errors
+        factors = GaugeMetricFamily(
+            "libra_calibration_ratio",
+            "Measured over predicted, averaged: what corrects the next plan.",
+            labels=["operation"],
+        )
+        for operation, factor in sorted(book.factors.items()) if book else ():
+            factors.add_metric([operation], factor.ratio)
+        yield factors
 
 
 def registry_of(collector: Collector) -> CollectorRegistry:

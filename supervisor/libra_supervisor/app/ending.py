@@ -2,7 +2,7 @@
 
 import msgspec
 
-from libra.errors import LibraError
+from libra.errors import LibraError, first_cause, leaves
 
 BUG = 70
 INTERRUPTED = 130
@@ -15,18 +15,9 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def outcome_of(error: BaseException) -> Outcome:
     """The outcome that an escaped error means: its first LibraError, else a bug."""
-    leaves = list(_leaves(error))
-    for leaf in leaves:
-        if isinstance(leaf, LibraError):
-            return Outcome(leaf.exit_code, str(leaf))
-    if all(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+    cause = first_cause(error)
+    if isinstance(cause, LibraError):
+        return Outcome(cause.exit_code, str(cause))
+    if all(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(error)):
         return Outcome(INTERRUPTED, "interrupted")
-    first = leaves[0]
-    return Outcome(BUG, f"a bug in Libra: {type(first).__name__}: {first}")
-
-
-def _leaves(error: BaseException) -> "list[BaseException]":
-    """Errors in the order in which their tasks failed."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]
+    return Outcome(BUG, f"a bug in Libra: {type(cause).__name__}: {cause}")

@@ -11,7 +11,7 @@ import msgspec
 
 from libra import clock
 from libra.config.run import RunConfig
-from libra.errors import ChildError, InvariantError, LibraError, PeerError, RefusedError
+from libra.errors import ChildError, InvariantError, LibraError, PeerError, RefusedError, SiteError
 from libra.ids import ChildId, Incarnation, RequestId, RunId
 from libra.planner.plan import InstancePlacement
 from libra.scheduling.scheduler import Scheduler
@@ -21,8 +21,10 @@ from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.health import Health, HealthMonitor
 from libra_supervisor.instances.poller import InstancePoller, Polled
 from libra_supervisor.instances.port_lease import PortLease, lease_port
+from libra_supervisor.instances.request_watch import RequestWatch
+from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.instances.vllm import InstancePlacement as ServerPlacement
-from libra_supervisor.instances.vllm import ServingPaths, server_spec
+from libra_supervisor.instances.vllm import ServingPaths, server_spec, start_digest
 from libra_supervisor.process.child import RunningChild
 from libra_supervisor.process.lifecycle import ChildHooks
 from libra_supervisor.process.spec import ProcessSpec
@@ -53,6 +55,8 @@ class EngineSite(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[str, ...]
     """By slot: CUDA devices; on CPU the core to bind to, round robin."""
 
+    meter: ServingMeter
+
 
 class Timings(msgspec.Struct, frozen=True):
     """Of one planned replacement, in seconds."""
@@ -62,13 +66,19 @@ class Timings(msgspec.Struct, frozen=True):
 
 
 class Replacement:
-    """A planned change of process on its way."""
+    """A planned change of process on its way: the next one starts from `directory`."""
 
-    def __init__(self, *, begun_at: float) -> None:
+    def __init__(self, directory: Path, *, begun_at: float) -> None:
+        self.directory = directory
         self._begun_at = begun_at
         self.stopped_at = begun_at
         self.ready_at = begun_at
-        self.is_ready = anyio.Event()
+        self.is_superseded = False
+        self.is_over = anyio.Event()
+
+    def supersede(self) -> None:
+        self.is_superseded = True
+        self.is_over.set()
 
     def timings(self) -> Timings:
         return Timings(self.stopped_at - self._begun_at, self.ready_at - self.stopped_at)
@@ -97,21 +107,20 @@ class Engine(ChildHooks):
         """Since when a reload is asked for: for a while no progress is owed."""
 
         self.longest_reload_s = 0.0
-
-        self.next_directory: Path | None = None
-        """While a reload by restart goes on: the version that the next process starts from."""
-
         self._site = site
         self._scheduler = scheduler
         self._port = port
         self._served_directory = served_directory
         self._rng = rng
         self._was_excused = False
+        self.watch = RequestWatch(rng=rng)
         self._replacement: Replacement | None = None
         self.loading_directory: Path | None = None
         """The published version that a process which is not ready yet starts from."""
 
         self._lease: PortLease | None = None
+        self._had_port = False
+        self._url: str | None = None
         self._client: InstanceClient | None = None
 
     @property
@@ -123,52 +132,72 @@ class Engine(ChildHooks):
 
     @property
     def url(self) -> str:
-        if self._lease is None:
+        if self._url is None:
             raise InvariantError(f"{self.placement.instance_id} has no port before it is started")
-        host = f"[{self._site.host}]" if ":" in self._site.host else self._site.host
-        return f"http://{host}:{self._lease.port}"
+        return self._url
 
     @property
     def is_started(self) -> bool:
         return self._client is not None
 
     async def spec(self, incarnation: Incarnation) -> ProcessSpec:
-        await self.close()
+        await self._disconnect()
         if self._replacement is not None:
             self._replacement.stopped_at = clock.now()
-        site, placement = self._site, self.placement
-        self._lease = lease_port(site.host, self._port)
-        client = InstanceClient(placement.instance_id, self.url, token=site.token)
-        self._client = await client.__aenter__()
-        directory = self.next_directory or self._served_directory()
+        site = self._site
+        self._lease = self._leased()
+        self._had_port = True
+        server = self._server(incarnation, self._lease.port)
+        await self._connect(server.base_url)
+        directory = self._next_directory()
         self.loading_directory = directory
         return server_spec(
             site.config,
-            ServerPlacement(
-                instance_id=placement.instance_id,
-                incarnation=incarnation,
-                device_kind=site.device,
-                devices=tuple(site.devices[slot % len(site.devices)] for slot in placement.slots),
-                host=site.host,
-                port=self._lease.port,
-            ),
+            server,
             run_id=site.run_id,
-            paths=ServingPaths(
-                python=sys.executable,
-                weights_directory=str(site.directory.weights),
-                token_file=str(site.token_file),
-                working_directory=str(site.directory.root),
-                log_path=str(site.directory.log_of(ChildId(placement.instance_id))),
-            ),
+            paths=self._paths(),
             environment=site.env,
             served_directory=None if directory is None else str(directory),
         )
 
-    async def replaced(self) -> Timings:
-        """Wait until another process than the present one is ready, and say how long it took."""
-        replacement = self._replacement = Replacement(begun_at=clock.now())
-        await replacement.is_ready.wait()
+    def required_facts(self) -> dict[str, str]:
+        """What a process must have been started with to be taken over."""
+        server = self._server(Incarnation(""), 0)
+        site = self._site
+        digest = start_digest(site.config, server, paths=self._paths(), environment=site.env)
+        fixed = self._server(Incarnation(""), self._port).base_url
+        return {"configuration": digest, **({"url": fixed} if self._port else {})}
+
+    def facts(self) -> dict[str, str]:
+        return {**self.required_facts(), "url": self.url}
+
+    async def take_over(self, facts: dict[str, str]) -> None:
+        await self._connect(facts["url"])
+        self._had_port = True
+
+    async def replaced(self, directory: Path) -> Timings:
+        """Wait until a process that has started from `directory` is ready; say how long it took.
+
+        The newest call decides from what the next process starts. Raises PeerError when that is
+        no longer this one.
+        """
+        if self._replacement is not None:
+            self._replacement.supersede()
+        replacement = self._replacement = Replacement(directory, begun_at=clock.now())
+        try:
+            await replacement.is_over.wait()
+        finally:
+            if self._replacement is replacement:
+                self._replacement = None
+        if replacement.is_superseded:
+            name = self.placement.instance_id
+            raise PeerError(f"{name} is being replaced by a process with newer weights")
         return replacement.timings()
+
+    def _next_directory(self) -> Path | None:
+        if self._replacement is not None:
+            return self._replacement.directory
+        return self._served_directory()
 
     async def until_ready(self, child: RunningChild) -> None:
         """Wait for the right process to answer and to do a forward pass: /health proves neither."""
@@ -178,12 +207,14 @@ class Engine(ChildHooks):
                 f"another server ({state.incarnation}) answers at {self.url}, the port of "
                 f"{child.incarnation}"
             )
-        await self._probe()
-        self.loading_directory = None
-        if self._replacement is not None:
+        if state.policy_version is not None:
+            await self._probe()
+        # Else it is an adopted server whose reload was cut off: it refuses to answer until the
+        # next reload, which has a probe of its own.
+        loaded, self.loading_directory = self.loading_directory, None
+        if self._replacement is not None and self._replacement.directory == loaded:
             self._replacement.ready_at = clock.now()
-            self._replacement.is_ready.set()
-            self._replacement = None
+            self._replacement.is_over.set()
 
     async def until_stuck(self, child: RunningChild) -> str:
         supervision = self._site.config.supervision
@@ -207,6 +238,7 @@ class Engine(ChildHooks):
         health = Health("loading")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(poller.run)
+            tasks.start_soon(self.watch.run, self.client)
             while health.state != "dead":
                 await looked.wait()
                 looked = anyio.Event()
@@ -221,12 +253,60 @@ class Engine(ChildHooks):
             await clock.sleep(DRAIN_POLL_S)
 
     async def close(self) -> None:
+        await self._disconnect()
+        self._release_port()
+
+    async def _disconnect(self) -> None:
         if self._client is not None:
             await self._client.__aexit__(None, None, None)
             self._client = None
+        self._url = None
+
+    def _release_port(self) -> None:
         if self._lease is not None:
             self._lease.close()
             self._lease = None
+
+    def _leased(self) -> PortLease:
+        """The configured port stays ours from life to life; else each life has another one.
+
+        Raises SiteError at the first start, later ChildError: then it may be a matter of time.
+        """
+        if self._lease is not None and self._port:
+            return self._lease
+        self._release_port()
+        try:
+            return lease_port(self._site.host, self._port)
+        except SiteError as error:
+            if self._had_port:
+                raise ChildError(str(error)) from error
+            raise
+
+    async def _connect(self, url: str) -> None:
+        self._url = url
+        client = InstanceClient(self.placement.instance_id, url, token=self._site.token)
+        self._client = await client.__aenter__()
+
+    def _server(self, incarnation: Incarnation, port: int) -> ServerPlacement:
+        site, placement = self._site, self.placement
+        return ServerPlacement(
+            instance_id=placement.instance_id,
+            incarnation=incarnation,
+            device_kind=site.device,
+            devices=tuple(site.devices[slot % len(site.devices)] for slot in placement.slots),
+            host=site.host,
+            port=port,
+        )
+
+    def _paths(self) -> ServingPaths:
+        site = self._site
+        return ServingPaths(
+            python=sys.executable,
+            weights_directory=str(site.directory.weights),
+            token_file=str(site.token_file),
+            working_directory=str(site.directory.root),
+            log_path=str(site.directory.log_of(ChildId(self.placement.instance_id))),
+        )
 
     async def _first_state(self) -> InstanceState:
         while True:
@@ -273,6 +353,7 @@ class Engine(ChildHooks):
         )
         if metrics is not None:
             self._scheduler.on_snapshot(instance_id, metrics.load, polled.at)
+            self._site.meter.on_page(instance_id, polled.incarnation, metrics.serving)
 
     def _is_excused(self, now: float) -> bool:
         """Whether a reload may still be on its way: the first one as long as its ACK may take.

@@ -1,6 +1,6 @@
 """The vLLM servers of a run: one supervision per instance, and what the loop asks of them."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from types import TracebackType
@@ -20,7 +20,8 @@ from libra_supervisor.app.engine import Engine
 from libra_supervisor.events import ChildEvent
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.metrics import server_metrics
-from libra_supervisor.process.lifecycle import ChildStatus, deadlines_from
+from libra_supervisor.instances.request_watch import RequestWatch
+from libra_supervisor.process.lifecycle import Adoptee, ChildStatus, deadlines_from
 from libra_supervisor.process.restart import RestartBudget, policy_from
 from libra_supervisor.process.spawn import Spawner
 from libra_supervisor.process.supervise import Supervision
@@ -71,10 +72,14 @@ class Fleet:
             for engine in self._engines.values():
                 await engine.close()
 
-    def start(self, tasks: TaskGroup) -> None:
-        """Begin every instance's life; they start side by side."""
-        for supervision in self._supervisions.values():
-            tasks.start_soon(supervision.run)
+    def required_facts(self) -> dict[ChildId, dict[str, str]]:
+        """By server of the plan: what a running process must have been started with to go on."""
+        return {ChildId(it): engine.required_facts() for it, engine in self._engines.items()}
+
+    def start(self, tasks: TaskGroup, adopt: Mapping[ChildId, Adoptee]) -> None:
+        """Begin every instance's life, with the process in `adopt` if any; side by side."""
+        for instance_id, supervision in self._supervisions.items():
+            tasks.start_soon(supervision.run, adopt.get(ChildId(instance_id)))
 
     def stop(self) -> None:
         """Drain and end every server; called again, in a hurry."""
@@ -90,6 +95,10 @@ class Fleet:
 
     def client_of(self, instance_id: InstanceId) -> InstanceClient:
         return self._engines[instance_id].client
+
+    def watch_of(self, instance_id: InstanceId) -> RequestWatch:
+        """Signs of life of requests there."""
+        return self._engines[instance_id].watch
 
     def url_or_none(self, instance_id: InstanceId) -> str | None:
         """The address of the newest process; None for one that is unknown or not started."""
@@ -139,12 +148,8 @@ class Fleet:
         `libra.serving.launch` compares the directory with its manifest before the engine loads it.
         """
         instance_id = engine.placement.instance_id
-        engine.next_directory = Path(request.weights_directory)
-        try:
-            self._supervisions[instance_id].restart()
-            timings = await engine.replaced()
-        finally:
-            engine.next_directory = None
+        self._supervisions[instance_id].restart()
+        timings = await engine.replaced(Path(request.weights_directory))
         state = await engine.client.state()
         request_id = RequestId(f"probe-{request.nonce}")
         probing_at = clock.now()

@@ -18,13 +18,19 @@ from libra.config.resume import check_resume
 from libra.config.run import RunConfig
 from libra.errors import ConfigError, SiteError
 from libra.ids import RunId
-from libra.planner.applied import planned_config
+from libra.planner.applied import pinned_config, planned_config
+from libra.planner.calibration import Calibration, encode
 from libra.planner.plan import Plan
+from libra.planner.probe import SwitchPlan
+from libra.planner.report import PlanReport
 from libra.planner.search import plan as planned
+from libra.planner.train_layout import TrainLayout
 from libra.storage.atomic import atomic_write
 from libra.storage.checkpoints import list_complete_checkpoints
 from libra_supervisor.doctor.checks import check_site
 from libra_supervisor.doctor.devices import resolved_device, slot_devices
+from libra_supervisor.doctor.held import NOTHING, Held, held_by_run
+from libra_supervisor.records.calibration import CalibrationStore, known_book, store_of
 from libra_supervisor.run_directory import RunDirectory
 
 RUNS = Path("runs")
@@ -46,12 +52,23 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     config: RunConfig
     directory: RunDirectory
     plan: Plan
+    given: RunConfig
+    """As it was before the plan was written into it: what another plan starts from."""
+
+    report: PlanReport
+    book: Calibration | None
+    """What the plan was made with; None when the configuration names no device."""
+
+    store: CalibrationStore | None
     device: Literal["cpu", "cuda"]
     devices: tuple[str, ...]
     """By slot of the plan."""
 
     environ: Mapping[str, str]
+    loaded: LoadedConfig
     is_resume: bool
+    excluded: frozenset[TrainLayout] = frozenset()
+    """Layouts that failed their recompute probe."""
 
 
 def choose_directory(request: RunRequest) -> RunDirectory:
@@ -87,30 +104,72 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
     )
     if request.is_resume and directory.resolved_config_json.exists():
         old = load_resolved(directory.resolved_config_json)
+        config = pinned_config(config, old)
         changed = check_resume(old, config, place_of=request.loaded.place_of)
         if changed:
             raise ConfigProblemsError(changed, subject=str(request.config_path))
-    report = planned(config)
+    given = config
+    store = store_of(config, request.loaded.environment)
+    book = known_book(config, store)
+    report = planned(config, calibration=book)
     plan, config = report.plan, planned_config(config, report.plan)
-    beyond = check_availability(config, request.loaded.environment)
-    if beyond:
-        raise ConfigProblemsError(beyond, subject=f"the plan for {request.config_path}")
-    num_slots = plan.num_rollout_gpus + plan.train.world_size
-    devices = slot_devices(device, num_slots=num_slots, environ=request.environ)
-    failed = [f for f in check_site(config, plan, device, directory.root) if not f.ok]
-    if failed:
-        raise SiteError("\n".join(f"{f.check}: {f.detail}; {f.advice}" for f in failed))
-    if writes:
-        _write_down(request, config, plan, directory)
-    return Launch(
+    launch = Launch(
         config=config,
         directory=directory,
         plan=plan,
+        given=given,
+        report=report,
+        book=book,
+        store=store,
         device=device,
-        devices=devices,
+        devices=(),
         environ=request.environ,
+        loaded=request.loaded,
         is_resume=request.is_resume,
     )
+    launch = _on_devices(launch, held=held_by_run(directory) if writes else NOTHING)
+    if writes:
+        atomic_write(directory.given_config, request.config_path.read_bytes())
+        _write_plan(launch)
+    return launch
+
+
+def replanned(launch: Launch, switch: SwitchPlan) -> Launch:
+    """The same run with the plan that its recompute probe led to; records it.
+
+    Raises as `prepare` does.
+    """
+    plan = switch.report.plan
+    config = planned_config(launch.given, plan)
+    changed = msgspec.structs.replace(
+        launch,
+        config=config,
+        plan=plan,
+        report=switch.report,
+        book=switch.calibration,
+        excluded=switch.excluded,
+    )
+    changed = _on_devices(changed, held=NOTHING)
+    _write_plan(changed)
+    return changed
+
+
+def _on_devices(launch: Launch, *, held: Held) -> Launch:
+    """The launch with a device for each slot of its plan, which can be run here.
+
+    `held` is what an earlier supervisor's processes of this run hold.
+    """
+    beyond = check_availability(launch.config, launch.loaded.environment)
+    if beyond:
+        raise ConfigProblemsError(beyond, subject="the plan")
+    plan, root = launch.plan, launch.directory.root
+    num_slots = plan.num_rollout_gpus + plan.train.world_size
+    devices = slot_devices(launch.device, num_slots=num_slots, environ=launch.environ)
+    findings = check_site(launch.config, plan, launch.device, root, held=held)
+    failed = [finding for finding in findings if not finding.ok]
+    if failed:
+        raise SiteError("\n".join(f"{f.check}: {f.detail}; {f.advice}" for f in failed))
+    return msgspec.structs.replace(launch, devices=devices)
 
 
 def new_run_id(directory: RunDirectory) -> RunId:
@@ -147,11 +206,12 @@ def _newest_run(name: str) -> RunDirectory:
     return (saved or found)[-1]
 
 
-def _write_down(
-    request: RunRequest, config: RunConfig, plan: Plan, directory: RunDirectory
-) -> None:
-    atomic_write(directory.given_config, request.config_path.read_bytes())
+def _write_plan(launch: Launch) -> None:
+    """Record what is going to run; the ranks read their configuration from here."""
+    config, directory = launch.config, launch.directory
     atomic_write(directory.resolved_config, dump_yaml(config).encode())
     atomic_write(directory.resolved_config_json, dump_resolved(config))
-    plan_json = msgspec.json.format(msgspec.json.encode(plan))
+    plan_json = msgspec.json.format(msgspec.json.encode(launch.plan))
     atomic_write(directory.plan, plan_json)
+    if launch.book is not None:
+        atomic_write(directory.calibration, encode(launch.book))

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from libra import clock
 from libra.ids import InstanceId, PolicyVersion, PromptId, RequestId, RunId
+from libra.scheduling.explanation import InstanceView
 from libra.scheduling.request import RouteRequest
 from libra.scheduling.scheduler import Scheduler
 from libra.wire.api import ChildStatus, StatusSnapshot, Verb, VerbReply, VerbRequest
@@ -84,7 +85,7 @@ class Operator:
             uptime_s=progress.elapsed_s,
             eta_s=progress.eta_s,
             plan=self._facts.plan_in_words,
-            children=(self._trainer(), *map(self._engine, self._engine_ids())),
+            children=(self._trainer(), *self._engines()),
             oldest_wait=self._oldest_wait(),
         )
 
@@ -152,7 +153,9 @@ class Operator:
             category=OWN_CATEGORY,
             min_version=None if request.min_version is None else PolicyVersion(request.min_version),
         )
-        explanation = self._scheduler.explain(wanted, clock.now())
+        now = clock.now()
+        self._scheduler.on_tick(now)  # as a request would: what ends by time has ended
+        explanation = self._scheduler.explain(wanted, now)
         return VerbReply(
             ok=True, message=explanation.reason, details=msgspec.to_builtins(explanation)
         )
@@ -160,7 +163,12 @@ class Operator:
     def _engine_ids(self) -> tuple[InstanceId, ...]:
         return tuple(member.instance_id for member in self._control.pool.members)
 
-    def _engine(self, instance_id: InstanceId) -> ChildStatus:
+    def _engines(self) -> list[ChildStatus]:
+        views = {view.instance_id: view for view in self._scheduler.instances(clock.now())}
+        return [self._engine(i, views.get(i)) for i in self._engine_ids()]
+
+    def _engine(self, instance_id: InstanceId, view: InstanceView | None) -> ChildStatus:
+        """`view`: as routing sees it; None before it has answered."""
         member, process = self._control.pool[instance_id], self._engine_status(instance_id)
         return ChildStatus(
             child=instance_id,
@@ -170,9 +178,10 @@ class Operator:
             pid=process.pid,
             num_restarts=member.num_restarts,
             policy_version=member.version,
-            num_in_flight=self._scheduler.num_in_flight(instance_id),
-            num_queued=None,
-            kv_use_fraction=None,
+            num_in_flight=0 if view is None else view.own_requests,
+            num_queued=None if view is None else view.num_queued,
+            kv_use_fraction=None if view is None else view.kv_use_fraction,
+            signals_age_s=None if view is None else view.snapshot_age_s,
             last_error=member.last_error or process.last_error,
         )
 
@@ -189,6 +198,7 @@ class Operator:
             num_in_flight=0,
             num_queued=None,
             kv_use_fraction=None,
+            signals_age_s=None,
             last_error=process.last_error,
         )
 
@@ -202,13 +212,15 @@ class Operator:
 
 def waiting_for(control: Control) -> str:
     """Who waits for whom, as a sentence."""
-    sentences, saving_step = [_waiting_for(control)], control.cycle.saving_step
-    if saving_step is not None and control.cycle.phase is not Phase.SAVING:
-        sentences.append(f"the checkpoint of step {saving_step} is being written")
+    cycle, parts = control.cycle, [_of_trainer(control)]
+    if cycle.publishing is not None and cycle.phase not in (Phase.EXPORTING, Phase.SETTLING):
+        parts.append(f"engines load v{cycle.publishing}: {_loading(control)}")
+    if cycle.saving_step is not None and cycle.phase is not Phase.SAVING:
+        parts.append(f"the checkpoint of step {cycle.saving_step} is being written")
     if (progress := control.evaluator.progress) is not None:
         num_ended, total = progress
-        sentences.append(f"{num_ended} of {total} trajectories are evaluated")
-    return "; ".join(sentences)
+        parts.append(f"{num_ended} of {total} trajectories are evaluated")
+    return "; ".join(parts)
 
 
 _WAITS: Final = {
@@ -221,15 +233,21 @@ _WAITS: Final = {
 }
 
 
-def _waiting_for(control: Control) -> str:
+def _of_trainer(control: Control) -> str:
     match control.cycle.phase:
         case Phase.STARTING:
             parts = [] if control.ready_step is not None else ["the trainer"]
             answering = set(control.pool.answering_ids)
             parts += [m.instance_id for m in control.pool.members if m.instance_id not in answering]
             return f"waiting for {', '.join(parts) or 'nothing'} to come up"
-        case Phase.RELOADING:
-            names = ", ".join(control.publication.waiting_for) or "the trainer's verdict"
-            return f"the trainer waits for weight reloads: {names}"
+        case Phase.SETTLING:
+            return f"the trainer waits for weight reloads: {_loading(control)}"
         case phase:
             return _WAITS[phase]
+
+
+def _loading(control: Control) -> str:
+    """Whom the open publication waits for."""
+    if control.publication.is_being_checked:
+        return "the files are being checked"
+    return ", ".join(control.publication.waiting_for) or "the trainer's verdict"

@@ -4,10 +4,11 @@ from libra import clock
 from libra.config.run import RunConfig
 from libra.ids import RunId
 from libra.models.architecture import architecture_of
-from libra.models.kv_capacity import GIB, RolloutMemory, kv_capacity_tokens
+from libra.models.kv_capacity import kv_capacity_tokens
+from libra.planner.cost_models import engine_memory
 from libra.planner.plan import Plan
 from libra.pools.pool import RolloutPool
-from libra.rollouts.accounts import BufferLimits
+from libra.rollouts.accounts import LEASE_S, BufferLimits
 from libra.rollouts.batch import BatchShape
 from libra.rollouts.evaluation import EvaluationTerms
 from libra.weights.judge import probe_tolerance_of
@@ -41,10 +42,16 @@ def control_of(config: RunConfig, plan: Plan, prompts: Prompts, run_id: RunId) -
     return Control(
         cycle_machine=Cycle(_limits(config, publishes=publishes, now=now)),
         pool=pool,
-        desk=RolloutDesk(_buffer_limits(config), prompts.cursor),
+        desk=RolloutDesk(buffer_limits(config), prompts.cursor),
         publication=publication,
         evaluator=Evaluator(_evaluation_terms(config, prompts)),
-        policy=Policy(min_rollout_gpus=min_rollout_gpus, publishes=publishes),
+        policy=Policy(
+            min_rollout_gpus=min_rollout_gpus,
+            publishes=publishes,
+            num_probes=plan.train.world_size
+            if config.global_resource_planner.memory_budget_dry_run_enabled
+            else 0,
+        ),
     )
 
 
@@ -71,13 +78,7 @@ def kv_capacity_by_tp(config: RunConfig, plan: Plan) -> dict[int, int]:
     """
     if config.hardware is None or config.model_arch is None:
         return {}
-    scheduling = config.heterogeneous_rollout.scheduling
-    memory = RolloutMemory(
-        device_bytes=config.hardware.memory_bytes,
-        utilization_fraction=config.rollout.gpu_memory_utilization,
-        activation_reserve_bytes=int(scheduling.kv_activation_reserve_gib * GIB),
-        kv_cache_bytes=config.rollout.rollout_kv_cache_bytes,
-    )
+    memory = engine_memory(config, config.hardware)
     num_bytes = BYTES_OF_DTYPE[rollout_dtype(config)]
     return {
         tp: kv_capacity_tokens(
@@ -114,12 +115,15 @@ def _evaluation_terms(config: RunConfig, prompts: Prompts) -> EvaluationTerms | 
     )
 
 
-def _buffer_limits(config: RunConfig) -> BufferLimits:
+def buffer_limits(config: RunConfig) -> BufferLimits:
+    queue_deadline_s = config.heterogeneous_rollout.scheduling.queue_deadline_s
     return BufferLimits(
         n_samples=config.algorithm.n_samples,
         batch_size=config.training.batch_size,
         max_concurrent=config.rollout.max_concurrent_rollouts,
         max_head_offpolicyness=config.rollout.max_head_offpolicyness,
         max_group_attempts=config.data.max_group_attempts,
+        lease_s=LEASE_S + max(queue_deadline_s, config.data.reward_timeout_s),
+        max_flat_drops=config.algorithm.max_flat_drops,
         last_step=config.control.total_steps,
     )

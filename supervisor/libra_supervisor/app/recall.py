@@ -1,18 +1,20 @@
 """What a later supervisor will know of this one: state.json and the journal."""
 
 import os
+from collections.abc import Mapping
 from typing import Never
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from libra import clock
 from libra.ids import ChildId, RunId
 from libra_supervisor.events import (
     ChildExited,
+    ChildReady,
     ChildStarted,
     Event,
-    InstanceAnswered,
     RankSaid,
     SampleFinished,
     SampleGaveUp,
@@ -38,6 +40,11 @@ class RunMemory:
         self._children: dict[ChildId, ChildRecord] = {}
         self._changed = anyio.Event()
 
+    def remember(self, children: Mapping[ChildId, ChildRecord]) -> None:
+        """Go on with what an earlier supervisor wrote down, so that the next one finds it too."""
+        self._children.update(children)
+        self._changed.set()
+
     def note(self, event: Event) -> None:
         """Take in an event before it is handled."""
         if not isinstance(event, _UNRECORDED):
@@ -50,9 +57,10 @@ class RunMemory:
                     pid=event.pid,
                     start_ticks=event.start_ticks,
                     boot_id=boot_id(),
+                    facts=event.facts,
                 )
-            case InstanceAnswered():
-                self._add_url(event)
+            case ChildReady():
+                self._note_ready(event)
             case ChildExited():
                 self._children.pop(event.child_id, None)
             case _:
@@ -80,18 +88,10 @@ class RunMemory:
     def close(self) -> None:
         self._journal.close()
 
-    def _add_url(self, event: InstanceAnswered) -> None:
-        child_id = ChildId(event.instance_id)
-        record = self._children.get(child_id)
+    def _note_ready(self, event: ChildReady) -> None:
+        record = self._children.get(event.child_id)
         if record is not None and record.incarnation == event.incarnation:
-            self._children[child_id] = ChildRecord(
-                child_id=child_id,
-                incarnation=record.incarnation,
-                pid=record.pid,
-                start_ticks=record.start_ticks,
-                boot_id=record.boot_id,
-                facts={"url": event.base_url},
-            )
+            self._children[event.child_id] = msgspec.structs.replace(record, is_ready=True)
 
 
 def recorded_run_id(directory: RunDirectory) -> RunId | None:

@@ -1,17 +1,47 @@
 """The scheduler behind its two users: the loop that says who serves, and requests to be placed."""
 
+import logging
+
 from libra import clock
 from libra.ids import Incarnation, InstanceId, PolicyVersion
 from libra.rollouts.generation import GenerationRequest
 from libra.rollouts.trajectory import Completion
+from libra.scheduling.explanation import Explanation
 from libra.scheduling.request import RouteRequest
-from libra.scheduling.scheduler import Scheduler
+from libra.scheduling.scheduler import Explained, Scheduler
 from libra.scheduling.slot import InstanceSpec
+from libra.tracing.log import get_log
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.gateway.waiting import Placement, WaitingRoom
 from libra_supervisor.rollouts.client import Progressed
 
 OWN_CATEGORY = "rollout"
+
+_log = get_log()
+
+
+def explained_if_debugging() -> Explained | None:
+    """What logs every decision with its reasons; None, which costs nothing, unless at debug level.
+
+    Call it after logging was set up.
+    """
+    return _log_decision if _log.is_enabled_for(logging.DEBUG) else None
+
+
+def _log_decision(request: RouteRequest, explanation: Explanation) -> None:
+    _log.debug(
+        "request_explained",
+        request_id=request.request_id,
+        prompt_id=request.prompt_id,
+        min_version=request.min_version,
+        choice=explanation.choice,
+        reason=explanation.reason,
+        load_metric=explanation.load_metric,
+        strategy=explanation.strategy,
+        expected_tokens=explanation.expected_tokens,
+        num_waiting=explanation.num_waiting,
+        instances=explanation.instances,
+    )
 
 
 class SchedulerRouting:
@@ -22,13 +52,18 @@ class SchedulerRouting:
         self._fleet = fleet
 
     def know(
-        self, instance_id: InstanceId, incarnation: Incarnation, kv_capacity_tokens: int | None
+        self,
+        instance_id: InstanceId,
+        incarnation: Incarnation,
+        kv_capacity_tokens: int | None,
+        *,
+        is_planned: bool,
     ) -> None:
         now = clock.now()
         spec = InstanceSpec(
             instance_id=instance_id, incarnation=incarnation, tp=self._fleet.tp_of(instance_id)
         )
-        self._scheduler.observe_instance(spec, now)
+        self._scheduler.restart_instance(spec, now, is_planned=is_planned)
         if kv_capacity_tokens is not None:
             self._scheduler.on_kv_capacity_measured(instance_id, kv_capacity_tokens, now)
 
@@ -53,17 +88,12 @@ class EngineRouter:
         self._room = room
         self._fleet = fleet
 
-    async def generate(
-        self,
-        request: GenerationRequest,
-        progressed: Progressed,  # noqa: ARG002 - answers come whole
-    ) -> Completion:
+    async def generate(self, request: GenerationRequest, progressed: Progressed) -> Completion:
         """Place the request, ask that engine, give the place back however it ends.
 
-        An engine that refuses it as full costs nothing but a second place.
-
-        Answers come whole, so `progressed` is never called: a hang is found by the engine's
-        supervision, which ends the process and with it this call.
+        An engine that refuses it as full costs nothing but a second place. Answers come whole;
+        `progressed` is called when the request is placed and each time that the engine, asked for
+        what it works on, has it among that.
         """
         wanted = RouteRequest(
             request_id=request.request_id,
@@ -75,9 +105,11 @@ class EngineRouter:
 
         async def ask(placement: Placement) -> Completion:
             instance_id = placement.reservation.instance_id
-            completion = await self._fleet.client_of(instance_id).complete(
-                request.prompt_token_ids, request.sampling, request_id=request.request_id
-            )
+            progressed(0)
+            with self._fleet.watch_of(instance_id).hearing(request.request_id, progressed):
+                completion = await self._fleet.client_of(instance_id).complete(
+                    request.prompt_token_ids, request.sampling, request_id=request.request_id
+                )
             placement.complete(len(completion.token_ids))
             self._fleet.note_progress(instance_id)
             return completion

@@ -8,45 +8,54 @@ from random import Random
 from typing import Final
 
 import anyio
+import anyio.to_thread
 from anyio.abc import TaskGroup
 from msgspec.structs import asdict
 
 from libra import clock
-from libra.ids import RunId
+from libra.ids import ChildId, RunId
+from libra.planner.probe import SwitchPlan
 from libra.rewards.loading import check_reward_name
+from libra.scheduling.notice import BreakerClosed, FeedbackRestored, RestartSeen
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
 from libra.tracing.span import SpanWriter, trace_path
 from libra_supervisor.api.access import read_or_make_token
 from libra_supervisor.api.server import api_server
+from libra_supervisor.app.adoption import adoptee_of, take_over
 from libra_supervisor.app.builder import Builder
 from libra_supervisor.app.collector import RunCollector, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Fleet
-from libra_supervisor.app.launch import Launch, new_run_id, plan_in_words
+from libra_supervisor.app.forecaster import Forecaster
+from libra_supervisor.app.launch import Launch, new_run_id, plan_in_words, replanned
 from libra_supervisor.app.operator import Facts, Operator
 from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
+from libra_supervisor.app.probe_judge import ProbeJudge
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import RankMail
 from libra_supervisor.app.recall import RunMemory, recorded_run_id
-from libra_supervisor.app.routing import SchedulerRouting
+from libra_supervisor.app.routing import SchedulerRouting, explained_if_debugging
 from libra_supervisor.app.tracer import Tracer
 from libra_supervisor.display.console import Display
 from libra_supervisor.display.progress import plain_line
-from libra_supervisor.events import Event, StopRequested
+from libra_supervisor.events import Event, InstanceDoubted, StopRequested
 from libra_supervisor.gateway.waiting import WaitingRoom
 from libra_supervisor.inbox import Inbox
+from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.execute import Executor, Ports
 from libra_supervisor.loop.run import run_loop, tick
+from libra_supervisor.loop.stall import StallMeter, measure_stalls
 from libra_supervisor.notify import Notifier
 from libra_supervisor.process.cgroup import delegated_root
-from libra_supervisor.process.kernel import Linux
-from libra_supervisor.process.logs import LogPolicy, open_log_relay
+from libra_supervisor.process.kernel import Kernel, Linux
+from libra_supervisor.process.lifecycle import Adoptee
+from libra_supervisor.process.logs import LogPolicy, LogRelay, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, Spawner, become_subreaper
-from libra_supervisor.process.sweep import end_run
 from libra_supervisor.ranks.gang import Gang
 from libra_supervisor.records.reader import last_attempt
+from libra_supervisor.records.tracker_backends import open_trackers
 from libra_supervisor.records.writer import RecordsWriter
 
 LOOPBACK: Final = "127.0.0.1"
@@ -71,7 +80,7 @@ async def run_to_end(launch: Launch, prompts: Prompts, display: Display) -> Outc
     try:
         check_reward_name(launch.config.data.reward)
         _log.info("run_begins", run_id=run_id, plan=plan_in_words(launch.plan))
-        outcome = await _supervised(launch, prompts, run_id, display)
+        outcome = await _until_planned_right(launch, prompts, run_id, display)
     except BaseException as error:  # noqa: BLE001 - the top of the program
         outcome = outcome_of(error)
         if outcome.exit_code == BUG:
@@ -81,7 +90,21 @@ async def run_to_end(launch: Launch, prompts: Prompts, display: Display) -> Outc
     return outcome
 
 
-async def _supervised(launch: Launch, prompts: Prompts, run_id: RunId, display: Display) -> Outcome:
+async def _until_planned_right(
+    launch: Launch, prompts: Prompts, run_id: RunId, display: Display
+) -> Outcome:
+    """Run; begin anew with another plan when the recompute probe shows that this one cannot be."""
+    while True:
+        outcome, switch = await _supervised(launch, prompts, run_id, display)
+        if switch is None:
+            return outcome
+        launch = await anyio.to_thread.run_sync(replanned, launch, switch)
+        _log.warning("run_planned_anew", plan=plan_in_words(launch.plan))
+
+
+async def _supervised(
+    launch: Launch, prompts: Prompts, run_id: RunId, display: Display
+) -> tuple[Outcome, SwitchPlan | None]:
     run = Run(launch, prompts, run_id, display)
     async with open_log_relay(
         launch.directory.root,
@@ -93,12 +116,8 @@ async def _supervised(launch: Launch, prompts: Prompts, run_id: RunId, display: 
             num_kept=launch.config.supervision.log_keep,
         ),
     ) as logs:
-        kernel = Linux()
-        # A supervisor that was killed leaves engines, and they hold memory and ports.
-        for row in await end_run(run_id, kernel):
-            _log.warning("leftover_does_not_end", pid=row.pid, name=row.name)
-        spawner = LinuxSpawner(run_id=run_id, logs=logs, kernel=kernel, cgroups=delegated_root())
-        return await run.to_end(spawner)
+        outcome = await run.to_end(logs)
+        return outcome, run.next_plan
 
 
 class Run:
@@ -115,17 +134,34 @@ class Run:
         self._control = control_of(launch.config, launch.plan, prompts, run_id)
         self._control.attempts_before = last_attempt(launch.directory.metrics)
         self._memory = RunMemory(launch.directory, run_id)
-        self._tracer = Tracer(_span_writer(launch, run_id))
+        self._spans = _span_writer(launch, run_id)
+        self._tracer = Tracer(self._spans)
         self._scheduler = Scheduler(
             launch.config.heterogeneous_rollout.scheduling,
             kv_capacity_by_tp=kv_capacity_by_tp(launch.config, launch.plan),
+            explained=explained_if_debugging(),
         )
+        self._stalls = StallMeter()
         self._outcome: Outcome | None = None
+        self._probe_judge: ProbeJudge | None = None
+        self._trackers = open_trackers(launch.config.tracing, launch.directory, run_id)
 
-    async def to_end(self, spawner: Spawner) -> Outcome:
+    @property
+    def next_plan(self) -> SwitchPlan | None:
+        """What to go on with after `to_end`, because this plan did not fit."""
+        return None if self._probe_judge is None else self._probe_judge.next
+
+    async def to_end(self, logs: LogRelay) -> Outcome:
+        kernel = Linux()
+        spawner = LinuxSpawner(
+            run_id=self._run_id, logs=logs, kernel=kernel, cgroups=delegated_root()
+        )
         builder = self._builder(spawner)
         fleet, gang = builder.fleet(self._served_directory), builder.gang()
-        operator = self._operator(fleet, gang)
+        adopt = await self._take_over(fleet, logs, kernel)
+        forecaster = builder.forecaster()
+        self._probe_judge = ProbeJudge(self._launch, learn=forecaster.learn)
+        operator = self._operator(fleet, gang, forecaster)
         notifier = Notifier.from_environment(self._launch.environ)
         try:
             async with (
@@ -142,12 +178,11 @@ class Run:
             ):
                 if port is not None:
                     _log.info("api_listens", host=self._config.api.api_host, port=port)
-                tasks.start_soon(self._memory.run)
-                tasks.start_soon(notifier.keep_alive)
-                tasks.start_soon(self._tell_systemd, notifier, operator)
-                tasks.start_soon(self._show, operator)
+                self._start_rim(tasks, notifier, operator)
                 tasks.start_soon(self._hear_signals, fleet, gang)
-                await self._work(builder, fleet, gang, tasks)
+                fleet.start(tasks, adopt)
+                tasks.start_soon(gang.run)
+                await self._work(builder, fleet, gang, forecaster, self._probe_judge)
                 self._display.show(operator.progress())
                 notifier.stopping("ending children")
                 await self._end_children(fleet, gang)
@@ -156,18 +191,47 @@ class Run:
             self._memory.save()
             self._memory.close()
             self._tracer.close()
+            with anyio.CancelScope(shield=True):  # bounded by the trackers themselves
+                await anyio.to_thread.run_sync(self._trackers.close)
         return self._outcome or Outcome(INTERRUPTED, "interrupted")
 
-    async def _work(self, builder: Builder, fleet: Fleet, gang: Gang, tasks: TaskGroup) -> None:
-        """From the first child to the end of the loop; rollouts and effects end here."""
+    def _start_rim(self, tasks: TaskGroup, notifier: Notifier, operator: Operator) -> None:
+        """Start what tells others about the run and decides nothing."""
+        tasks.start_soon(self._memory.run)
+        tasks.start_soon(measure_stalls, self._stalls)
+        tasks.start_soon(notifier.keep_alive)
+        tasks.start_soon(self._tell_systemd, notifier, operator)
+        tasks.start_soon(self._show, operator)
+
+    async def _take_over(
+        self, fleet: Fleet, logs: LogRelay, kernel: Kernel
+    ) -> dict[ChildId, Adoptee]:
+        """End what an earlier supervisor left, but for the servers that go on."""
+        kept = await take_over(
+            self._launch.directory,
+            self._run_id,
+            startable=fleet.required_facts(),
+            logs=logs,
+            kernel=kernel,
+        )
+        self._memory.remember(kept)
+        return {child_id: adoptee_of(record) for child_id, record in kept.items()}
+
+    async def _work(
+        self,
+        builder: Builder,
+        fleet: Fleet,
+        gang: Gang,
+        forecaster: Forecaster,
+        probe_judge: ProbeJudge,
+    ) -> None:
+        """Until the end of the loop; rollouts and effects end here."""
         pool = builder.reward_pool()
         runner = builder.runner(self._prompts.dataset, fleet, pool)
         # Without data for evaluations nothing is ever started on it.
         evaluated = self._prompts.evaluated or self._prompts.dataset
         evaluations = builder.runner(evaluated, fleet, pool)
         mail = RankMail(gang)
-        fleet.start(tasks)
-        tasks.start_soon(gang.run)
         async with anyio.create_task_group() as work:
             executor = Executor(
                 builder.terms(),
@@ -177,7 +241,9 @@ class Run:
                     rollouts=runner,
                     evaluations=evaluations,
                     routing=SchedulerRouting(self._scheduler, fleet),
-                    records=RecordsWriter(self._launch.directory),
+                    records=RecordsWriter(self._launch.directory, self._trackers),
+                    judge=forecaster,
+                    judge_probe=probe_judge,
                 ),
                 tasks=work,
                 post=self.inbox.post,
@@ -244,9 +310,10 @@ class Run:
             token_file=token_file,
             spawner=spawner,
             scheduler=self._scheduler,
-            room=WaitingRoom(self._scheduler),
+            room=WaitingRoom(self._scheduler, spans=self._spans),
             inbox=self.inbox,
             rng=Random(f"{self._run_id} {clock.wall_ns()}"),  # noqa: S311 - jitter and names
+            meter=ServingMeter({i.instance_id: i.tp for i in self._launch.plan.instances}),
         )
 
     def _served_directory(self) -> Path | None:
@@ -257,7 +324,7 @@ class Run:
         directory = self._launch.directory.weights_of(version)
         return directory if directory.exists() else None
 
-    def _operator(self, fleet: Fleet, gang: Gang) -> Operator:
+    def _operator(self, fleet: Fleet, gang: Gang, forecaster: Forecaster) -> Operator:
         operator = Operator(
             Facts(
                 run_id=self._run_id,
@@ -272,7 +339,9 @@ class Run:
             trainer_status=gang.status,
             scheduler=self._scheduler,
         )
-        operator.registry = registry_of(RunCollector(self._control, operator.status))
+        operator.registry = registry_of(
+            RunCollector(self._control, operator.status, self._stalls, forecaster, self._trackers)
+        )
         return operator
 
     # Tasks at the rim
@@ -300,10 +369,14 @@ class Run:
         await self.inbox.post(StopRequested(number.name, now=is_repeated, exit_code=code))
 
     async def _say_notices(self) -> None:
-        """Log what the scheduler finds worth saying once."""
+        """Log what the scheduler finds worth saying once, and have doubts looked into."""
         while True:
             for notice in self._scheduler.take_notices():
-                _log.warning("scheduler_notice", kind=type(notice).__name__, **asdict(notice))
+                is_good = isinstance(notice, FeedbackRestored | BreakerClosed)
+                say = _log.info if is_good else _log.warning
+                say("scheduler_notice", kind=type(notice).__name__, **asdict(notice))
+                if isinstance(notice, RestartSeen):
+                    await self.inbox.post(InstanceDoubted(notice.instance_id))
             await clock.sleep(NOTICE_PERIOD_S)
 
     async def _show(self, operator: Operator) -> None:
@@ -326,4 +399,11 @@ def _span_writer(launch: Launch, run_id: RunId) -> SpanWriter:
     tracing = launch.config.tracing
     directory = Path(tracing.phase_trace_dir or launch.directory.phase_trace)
     path = trace_path(directory, -1) if tracing.phase_trace_enabled else None
-    return SpanWriter(path, rank=-1, run_id=run_id, role="control")
+    return SpanWriter(
+        path,
+        rank=-1,
+        run_id=run_id,
+        role="control",
+        max_bytes=tracing.phase_trace_max_bytes,
+        num_kept=tracing.phase_trace_keep,
+    )

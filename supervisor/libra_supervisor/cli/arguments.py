@@ -17,6 +17,8 @@ def parser() -> argparse.ArgumentParser:
     verbs = root.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_run(verbs)
     _add_inspection(verbs)
+    _add_score(verbs)
+    _add_trace(verbs)
     _add_control(verbs)
     return root
 
@@ -32,6 +34,13 @@ def _add_run(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     )
     run.add_argument(
         "--dry-run", action="store_true", help="check and plan everything, start nothing"
+    )
+    run.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least level of events in logs/control.jsonl and on stderr; debug adds why each "
+        "request went where it went (default: info)",
     )
 
 
@@ -80,6 +89,40 @@ def _add_simulate(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--compare", action="store_true", help="the same GPUs used in several ways"
     )
     _add_json(simulate)
+
+
+def _add_score(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    score = verbs.add_parser("score", help="data and reward without engines, row by row")
+    _add_config(score)
+    score.add_argument(
+        "--rows", type=_positive, default=20, metavar="N", help="rows to score (default: 20)"
+    )
+    score.add_argument(
+        "--response-field",
+        metavar="FIELD",
+        help="field of a row that holds the response to score (default: the answer itself)",
+    )
+    _add_json(score)
+
+
+def _add_trace(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    trace = verbs.add_parser("trace", help="phase traces for Perfetto or Chrome")
+    trace.add_argument(
+        "sources", nargs="+", type=Path, help="run directories or trace files, side by side"
+    )
+    trace.add_argument(
+        "--output",
+        type=Path,
+        default=Path("phase_trace.json"),
+        help="file to write (default: phase_trace.json)",
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
 
 
 def _add_control(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -3,6 +3,7 @@
 import sys
 from argparse import Namespace
 
+import anyio
 import msgspec
 
 from libra.config.load import current_environ, load_config
@@ -13,6 +14,9 @@ from libra_supervisor.doctor import probes
 from libra_supervisor.doctor.checks import check_site
 from libra_supervisor.doctor.devices import cpu_cores, cuda_devices, resolved_device
 from libra_supervisor.doctor.findings import GIB, Finding
+from libra_supervisor.doctor.leftovers import leftover_findings
+from libra_supervisor.process.kernel import Linux
+from libra_supervisor.records.calibration import known_book, store_of
 from libra_supervisor.validate import verb as validation
 from libra_supervisor.validate.dataset import summarize_dataset
 from libra_supervisor.validate.memory import estimate_memory
@@ -40,11 +44,12 @@ def schema(_options: Namespace) -> int:
 
 def plan(options: Namespace) -> int:
     loaded = load_config(options.config, options.overrides, current_environ(), purpose="plan")
-    report = planned(loaded.config)
+    book = known_book(loaded.config, store_of(loaded.config, loaded.environment))
+    report = planned(loaded.config, calibration=book)
     if options.as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
     else:
-        sys.stdout.write(f"{plan_in_words(report.plan)}\n{render_plan(report)}")
+        sys.stdout.write(f"{plan_in_words(report.plan)}\n{render_plan(report, book)}")
     return 0
 
 
@@ -60,9 +65,13 @@ def doctor(options: Namespace) -> int:
             Finding(check="CUDA devices", ok=True, detail=", ".join(devices) or "none visible"),
         ]
     else:
-        config = load_config(options.config, options.overrides, environ).config
+        loaded = load_config(options.config, options.overrides, environ)
+        config = loaded.config
         device = resolved_device(config.control.device, environ)
-        findings = check_site(config, planned(config).plan, device, RUNS.resolve())
+        book = known_book(config, store_of(config, loaded.environment))
+        plan = planned(config, calibration=book).plan
+        findings = check_site(config, plan, device, RUNS.resolve())
+    findings += anyio.run(leftover_findings, Linux())
     if options.as_json:
         sys.stdout.write(msgspec.json.encode(findings).decode() + "\n")
     else:

@@ -3,6 +3,7 @@
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 
 from libra.errors import LibraError
 from libra_supervisor.cli.arguments import parser
@@ -12,6 +13,7 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the process's exit code."""
+    _print_whatever_comes()
     options = parser().parse_args(arguments)
     try:
         return _verb_of(options)(options)
@@ -23,6 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output has left; that is its right.
         return 0
+
+
+def _print_whatever_comes() -> None:
+    """Names of files need not be text, nor need the terminal know every letter."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _verb_of(options: Namespace) -> Callable[[Namespace], int]:
@@ -47,6 +56,14 @@ def _verb_of(options: Namespace) -> Callable[[Namespace], int]:
             from libra_supervisor.cli.simulation import simulate
 
             return simulate
+        case "score":
+            from libra_supervisor.cli.scoring import score
+
+            return score
+        case "trace":
+            from libra_supervisor.cli.tracing import trace
+
+            return trace
         case "logs":
             from libra_supervisor.cli.logs import logs
 

@@ -38,7 +38,7 @@ def run(options: Namespace) -> int:
         sys.stdout.write(f"{directory.root}\n{plan_in_words(launch.plan)}\n")
         return 0
     with _made(directory), held(directory), display_on(sys.stderr) as display:
-        event_log = set_up_logging(directory.control_log, show=display.log)
+        event_log = set_up_logging(directory.control_log, show=display.log, level=options.log_level)
         try:
             launch = prepare(request, directory, writes=True)
             prompts = open_prompts(launch.config)

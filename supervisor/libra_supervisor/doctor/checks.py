@@ -13,6 +13,7 @@ from libra_supervisor.doctor.findings import (
     host_memory_bytes,
     memory_finding,
 )
+from libra_supervisor.doctor.held import NOTHING, Held
 
 LOOPBACK = "127.0.0.1"
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -21,14 +22,22 @@ CPU_KV_CACHE_BYTES = 64 * 2**20
 
 
 def check_site(
-    config: RunConfig, plan: Plan, device: Literal["cpu", "cuda"], directory: Path
+    config: RunConfig,
+    plan: Plan,
+    device: Literal["cpu", "cuda"],
+    directory: Path,
+    *,
+    held: Held = NOTHING,
 ) -> list[Finding]:
-    """Packages, memory, disk and ports, every one of them, whether it is fine or not."""
+    """Packages, memory, disk and ports, every one of them, whether it is fine or not.
+
+    `held` is what the run itself has from an earlier supervisor, and counts as available.
+    """
     num_parameters = stored_parameters(Path(config.model.model_path))
     findings = probes.package_findings()
     if device == "cpu":
         needed = host_memory_bytes(_host_demand(config, plan, num_parameters))
-        available = probes.available_memory_bytes()
+        available = probes.available_memory_bytes() + held.num_bytes
         findings.append(memory_finding(needed_bytes=needed, available_bytes=available))
     findings.append(
         disk_finding(
@@ -37,7 +46,7 @@ def check_site(
             free_bytes=probes.free_disk_bytes(directory),
         )
     )
-    findings += _port_findings(config, plan)
+    findings += _port_findings(config, plan, held.ports)
     return findings
 
 
@@ -70,13 +79,14 @@ def _disk_bytes(config: RunConfig, num_parameters: int) -> int:
     return (config.control.keep_last + 1) * num_parameters * per_version
 
 
-def _port_findings(config: RunConfig, plan: Plan) -> list[Finding]:
+def _port_findings(config: RunConfig, plan: Plan, held: frozenset[int]) -> list[Finding]:
     findings = []
     base = config.rollout.rollout_port_base
     if base:
         findings += [
             probes.port_finding(LOOPBACK, base + index, "rollout_port_base")
             for index in range(len(plan.instances))
+            if base + index not in held
         ]
     if config.api.api_port:
         findings.append(probes.port_finding(config.api.api_host, config.api.api_port, "api_port"))

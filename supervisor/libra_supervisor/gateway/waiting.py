@@ -18,9 +18,10 @@ from libra.errors import (
     RejectedError,
 )
 from libra.scheduling.request import Refused, Reservation, Routed, RouteRequest, Ticket
+from libra.tracing.span import SpanWriter
+from libra_supervisor.gateway.request_trace import RequestTrace
 
 if TYPE_CHECKING:
-    from libra.scheduling.explanation import Explanation
     from libra.scheduling.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -73,18 +74,10 @@ class Placement:
 class WaitingRoom:
     """Places for tasks. `run` must be alive for as long as anybody may wait."""
 
-    def __init__(
-        self,
-        scheduler: "Scheduler",
-        *,
-        explained: "Callable[[RouteRequest, Explanation], None] | None" = None,
-    ) -> None:
-        """`explained` is told the reasons of every decision, for debug logs.
-
-        Each costs one pass over the fleet, so leave it out otherwise.
-        """
+    def __init__(self, scheduler: "Scheduler", *, spans: SpanWriter | None = None) -> None:
+        """`spans` gets each request's wait and its time on the instance."""
         self._scheduler = scheduler
-        self._explained = explained
+        self._trace = RequestTrace(spans)
         self._somebody_waits = anyio.Event()
 
     @asynccontextmanager
@@ -96,6 +89,7 @@ class WaitingRoom:
         or the deadline passes, DrainingError when the run is stopping.
         """
         reservation = await self._reserve(request)
+        routed = self._trace.on_placed(request, reservation)
         placement = Placement(self._scheduler, reservation)
         try:
             yield placement
@@ -106,6 +100,7 @@ class WaitingRoom:
         finally:
             if self._scheduler.is_open(reservation):
                 self._scheduler.cancel(reservation, clock.now())
+            self._trace.on_ended(routed)
 
     async def serve(self, request: RouteRequest, do: Callable[[Placement], Awaitable[T]]) -> T:
         """Place `request` and `do` it there; place it again when the engine refuses it as full.
@@ -138,8 +133,6 @@ class WaitingRoom:
 
     async def _reserve(self, request: RouteRequest) -> Reservation:
         now = clock.now()
-        if self._explained is not None:
-            self._explained(request, self._scheduler.explain(request, now))
         match self._scheduler.route(request, now):
             case Routed(_, reservation):
                 return reservation
@@ -153,7 +146,8 @@ class WaitingRoom:
         ticket.wake = woken.set
         self._somebody_waits.set()
         try:
-            await woken.wait()
+            with self._trace.waiting(ticket.request):
+                await woken.wait()
         except BaseException:
             # Cancelled, perhaps after a place was found: it must not stay taken.
             self._scheduler.abandon(ticket, clock.now())

@@ -12,7 +12,7 @@ import msgspec
 from libra.errors import PeerError
 from libra.ids import InstanceId, RequestId
 from libra.rollouts.trajectory import Completion
-from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest, Sampling
+from libra.wire.instance import InstanceState, OpenRequests, ReloadAck, ReloadRequest, Sampling
 from libra_supervisor.instances.answers import completion_of, prompt_logprobs_of
 from libra_supervisor.instances.transport import Call, CallLimits, InstanceTransport
 
@@ -121,6 +121,17 @@ class InstanceClient:
             headers=self._authorization,
         )
         return self._decoded(await self._transport.call(call), InstanceState, call)
+
+    async def open_requests(self) -> dict[str, int]:
+        """Answer tokens so far of what the server works on, by request id (`OpenRequests`)."""
+        call = Call(
+            method="GET",
+            path="/libra/requests",
+            doing="telling its requests",
+            limits=SHORT_CALL,
+            headers=self._authorization,
+        )
+        return self._decoded(await self._transport.call(call), OpenRequests, call).num_tokens
 
     async def health(self) -> None:
         """Return when the server calls itself healthy, which says nothing about its progress."""

@@ -12,6 +12,7 @@ from libra.ids import Incarnation
 from libra.models.kv_capacity import measured_kv_capacity_tokens
 from libra.scheduling.load import LoadSnapshot
 from libra.tracing.prometheus import Sample, largest, read_samples, total
+from libra_supervisor.instances.serving_meter import ServingCounters
 
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
@@ -23,6 +24,10 @@ PROMPT_TOKENS = "vllm:prompt_tokens_total"
 GENERATION_TOKENS = "vllm:generation_tokens_total"
 CACHE_CONFIG = "vllm:cache_config_info"
 STARTED_AT = "process_start_time_seconds"
+LATENCY_SUM = "vllm:inter_token_latency_seconds_sum"
+LATENCY_COUNT = "vllm:inter_token_latency_seconds_count"
+ENGINE_STEPS = "vllm:iteration_tokens_total_count"
+COMPUTED_PROMPT_TOKENS = "vllm:request_prefill_kv_computed_tokens_sum"
 
 WANTED = frozenset(
     {
@@ -36,6 +41,10 @@ WANTED = frozenset(
         GENERATION_TOKENS,
         CACHE_CONFIG,
         STARTED_AT,
+        LATENCY_SUM,
+        LATENCY_COUNT,
+        ENGINE_STEPS,
+        COMPUTED_PROMPT_TOKENS,
     }
 )
 
@@ -46,6 +55,9 @@ class ServerMetrics(msgspec.Struct, frozen=True, kw_only=True):
     load: LoadSnapshot
     num_tokens: float | None
     """Prompt and generated tokens since the process started: it moves while work is done."""
+
+    serving: ServingCounters | None = None
+    """None when the page lacks one of them."""
 
 
 def server_metrics(text: str, *, incarnation: Incarnation, sampled_at: float) -> ServerMetrics:
@@ -64,7 +76,30 @@ def server_metrics(text: str, *, incarnation: Incarnation, sampled_at: float) ->
     )
     counters = [total(samples, name) for name in (PROMPT_TOKENS, GENERATION_TOKENS)]
     known = [value for value in counters if value is not None]
-    return ServerMetrics(load=load, num_tokens=fsum(known) if known else None)
+    return ServerMetrics(
+        load=load, num_tokens=fsum(known) if known else None, serving=_serving(samples)
+    )
+
+
+def _serving(samples: dict[str, list[Sample]]) -> ServingCounters | None:
+    latency_s, num_latencies = total(samples, LATENCY_SUM), total(samples, LATENCY_COUNT)
+    steps, generated = total(samples, ENGINE_STEPS), total(samples, GENERATION_TOKENS)
+    computed = total(samples, COMPUTED_PROMPT_TOKENS)
+    if (
+        latency_s is None
+        or num_latencies is None
+        or steps is None
+        or generated is None
+        or computed is None
+    ):
+        return None
+    return ServingCounters(
+        latency_s=latency_s,
+        num_latencies=num_latencies,
+        num_engine_steps=steps,
+        num_generated_tokens=generated,
+        num_computed_prompt_tokens=computed,
+    )
 
 
 def _kv_capacity_tokens(configs: list[Sample]) -> int | None:

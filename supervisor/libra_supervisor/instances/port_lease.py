@@ -8,8 +8,13 @@ between all the same, vLLM exits with EADDRINUSE and its next start takes anothe
 
 import errno
 import socket
+from pathlib import Path
+from typing import Final
 
 from libra.errors import SiteError
+
+CONNECTION_TABLES: Final = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+TIME_WAIT: Final = "06"
 
 
 class PortLease:
@@ -41,13 +46,42 @@ def lease_port(host: str, port: int = 0, *, key: str = "rollout_port_base") -> P
 
 
 def _is_unused(family: int, host: str, port: int) -> bool:
-    """Without SO_REUSEADDR, so that whoever is bound there shows even before it listens."""
+    """Without SO_REUSEADDR, so that whoever is bound there shows even before it listens.
+
+    What a server that has ended leaves of its connections (TIME_WAIT, a minute) is nobody: a new
+    one could listen there at once.
+    """
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((host, port))
         except OSError:
+            return _has_closed_connections(port) and _can_listen(family, host, port)
+    return True
+
+
+def _can_listen(family: int, host: str, port: int) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError:
             return False
     return True
+
+
+def _has_closed_connections(port: int) -> bool:
+    """Whether the kernel still remembers connections of this local port."""
+    for table in CONNECTION_TABLES:
+        try:
+            lines = table.read_text(encoding="ascii").splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            _, local, _, state, *_ = line.split()
+            if state == TIME_WAIT and int(local.rpartition(":")[2], 16) == port:
+                return True
+    return False
 
 
 def _in_use(host: str, port: int, key: str) -> str:

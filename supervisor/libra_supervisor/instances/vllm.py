@@ -1,5 +1,6 @@
 """RunConfig and a placement -> what to start for one vLLM server. Pure."""
 
+import hashlib
 import zlib
 from collections.abc import Mapping
 from typing import Literal
@@ -8,6 +9,7 @@ import msgspec
 
 from libra.config.run import RunConfig
 from libra.ids import ChildId, Incarnation, InstanceId, RunId
+from libra.version import __version__
 from libra.wire.instance import (
     INCARNATION_VARIABLE,
     INSTANCE_ID_VARIABLE,
@@ -104,6 +106,24 @@ def server_spec(
         cwd=paths.working_directory,
         log_path=paths.log_path,
     )
+
+
+def start_digest(
+    config: RunConfig,
+    placement: InstancePlacement,
+    *,
+    paths: ServingPaths,
+    environment: Mapping[str, str],
+) -> str:
+    """Names what the server is started with, whichever process, port and weights it is.
+
+    A process of another digest cannot be adopted: it would serve another configuration.
+    """
+    settled = msgspec.structs.replace(placement, incarnation=Incarnation(""), port=0)
+    ours = {name: value for name, value in environment.items() if name.startswith("VLLM_")}
+    spec = server_spec(config, settled, run_id=RunId(""), paths=paths, environment=ours)
+    parts = (__version__, spec.argv, sorted(spec.env.items()), spec.cwd, spec.log_path)
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 
 def rollout_dtype(config: RunConfig) -> str:

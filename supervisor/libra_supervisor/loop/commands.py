@@ -8,7 +8,7 @@ from libra.ids import GroupId, Incarnation, InstanceId, PolicyVersion
 from libra.rollouts.group import AdmittedGroup, CompleteGroup
 from libra.rollouts.trajectory import Trajectory
 from libra.wire.instance import ReloadRequest
-from libra.wire.rank import RankCommand
+from libra.wire.rank import RankCommand, RecomputeProbed
 from libra_supervisor.loop.rollout_state import RolloutState
 from libra_supervisor.records.evaluation import EvaluationRecord
 from libra_supervisor.records.reload import ReloadRecord
@@ -74,6 +74,8 @@ class KnowInstance(msgspec.Struct, frozen=True, tag=True):
     incarnation: Incarnation
     base_url: str
     kv_capacity_tokens: int | None
+    is_planned: bool
+    """It took the place of another in a reload, so the instance keeps its prompts."""
 
 
 class RouteTo(msgspec.Struct, frozen=True, tag=True):
@@ -133,6 +135,8 @@ class WriteStep(msgspec.Struct, frozen=True, tag=True):
 
     record: StepRecord
     groups: tuple[CompleteGroup, ...]
+    finished: tuple[tuple[int, int], ...] = ()
+    """(tokens given, tokens sampled) of every trajectory that ended in the step."""
 
 
 class WriteReload(msgspec.Struct, frozen=True, tag=True):
@@ -143,6 +147,19 @@ class RetireVersions(msgspec.Struct, frozen=True, tag=True):
     """Delete published versions that nobody needs any more."""
 
     pinned: frozenset[PolicyVersion]
+
+
+class JudgeProbe(msgspec.Struct, frozen=True, tag=True):
+    """Compare the recompute probe with the plan, in a thread; plan anew when it does not fit."""
+
+    attempt: int
+    probes: tuple[RecomputeProbed, ...]
+
+
+class ChangePlan(msgspec.Struct, frozen=True, tag=True):
+    """End everything that was started; the run begins anew with the plan that was made."""
+
+    reason: str
 
 
 class Say(msgspec.Struct, frozen=True, tag=True):
@@ -181,6 +198,8 @@ Command: TypeAlias = (
     | WriteStep
     | WriteReload
     | RetireVersions
+    | JudgeProbe
+    | ChangePlan
     | Say
     | EndRun
 )

@@ -7,6 +7,7 @@ from typing import assert_never
 
 import msgspec
 
+from libra.errors import InfeasiblePlanError
 from libra.ids import GroupId, InstanceId, PolicyVersion
 from libra.pools.member import MemberState
 from libra.pools.pool import RolloutPool
@@ -19,6 +20,7 @@ from libra.wire.rank import (
     ModelReady,
     RankEvent,
     RankFailed,
+    RecomputeProbed,
     SaveBegun,
     StepTrained,
     WeightsExported,
@@ -29,6 +31,7 @@ from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.cycle import Cycle, Phase
 from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.moment import Moment
+from libra_supervisor.loop.probe_gate import ProbeGate
 from libra_supervisor.loop.publication import Publication
 from libra_supervisor.loop.rollout_desk import RolloutDesk
 from libra_supervisor.loop.step_book import StepBook
@@ -43,6 +46,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     min_rollout_gpus: int
     publishes: bool
     """False: `rollout_weight_sync_mode: none`."""
+
+    num_probes: int = 0
+    """Ranks that run a recompute probe before training; 0: none does."""
 
 
 class Control:
@@ -71,6 +77,7 @@ class Control:
         self.ready_step: int | None = None
         """The step that the gang holds; None while it is not ready."""
 
+        self._probe = ProbeGate(policy.num_probes)
         self.stop_exit_code = 0
         self.is_ending = False
         self._policy = policy
@@ -80,6 +87,7 @@ class Control:
         if self.is_ending:
             return ()
         done = (*self._dispatch(event, at), *self._proceed(at))
+        self._note_groups(done, at)
         return self._until_end(done)
 
     # One method per family of events
@@ -91,11 +99,17 @@ class Control:
             case (
                 events.CheckpointChosen()
                 | events.GangReady()
+                | events.ProbeJudged()
                 | events.GangLost()
                 | events.GangGaveUp()
             ):
                 return self._on_gang(event, at)
-            case events.InstanceAnswered() | events.ReloadAnswered() | events.ExportChecked():
+            case (
+                events.InstanceAnswered()
+                | events.InstanceDoubted()
+                | events.ReloadAnswered()
+                | events.ExportChecked()
+            ):
                 return self._on_engines(event, at)
             case (
                 events.SampleStarted()
@@ -126,15 +140,17 @@ class Control:
                 return ()
             case events.ChildReady():
                 return (commands.AskInstance(instance_id, event.incarnation),)
+            case events.ChildSuspected():
+                return self._on_instance_suspected(instance_id, event, at)
             case events.ChildExited():
-                self.pool.on_exited(instance_id, event.reason, now=at.now)
+                is_planned = self.publication.is_replacing(instance_id, event.incarnation)
+                self.pool.on_exited(instance_id, event.reason, now=at.now, is_planned=is_planned)
                 lost = self.publication.on_lost(instance_id, event.incarnation, at=at)
                 return (commands.Unroute(instance_id), *lost)
             case events.ChildGaveUp():
                 return self._on_instance_given_up(instance_id, event, at)
             case (
                 events.ChildWaiting()
-                | events.ChildSuspected()
                 | events.ChildRestartScheduled()
                 | events.ChildUnkillable()
                 | events.LogSinkFailing()
@@ -143,6 +159,18 @@ class Control:
                 return ()
             case _:
                 assert_never(event)
+
+    def _on_instance_suspected(
+        self, instance_id: InstanceId, event: events.ChildSuspected, at: Moment
+    ) -> tuple[Command, ...]:
+        """Route past it before it is ended, which takes as long as its grace when it hangs."""
+        if event.incarnation != self.pool[instance_id].incarnation:
+            return ()
+        self.pool.on_suspected(instance_id, event.reason, now=at.now)
+        lost = self.publication.on_lost(instance_id, event.incarnation, at=at)
+        # Its supervision replaces it already, after its own pause.
+        kept = [c for c in lost if not _is_replacement_of(c, instance_id)]
+        return (commands.Unroute(instance_id), *kept)
 
     def _on_instance_given_up(
         self, instance_id: InstanceId, event: events.ChildGaveUp, at: Moment
@@ -161,18 +189,25 @@ class Control:
 
     def _on_gang(
         self,
-        event: events.CheckpointChosen | events.GangReady | events.GangLost | events.GangGaveUp,
+        event: events.CheckpointChosen
+        | events.GangReady
+        | events.ProbeJudged
+        | events.GangLost
+        | events.GangGaveUp,
         at: Moment,
     ) -> tuple[Command, ...]:
         match event:
             case events.CheckpointChosen():
                 self.attempt = event.attempt
+                self._probe.on_attempt(restored_step=event.step)
                 self.desk.rewind(event.rollout_state, PolicyVersion(event.step))
                 return ()
             case events.GangReady():
                 if event.attempt == self.attempt:
                     self.ready_step = event.step
                 return ()
+            case events.ProbeJudged():
+                return self._on_probe_judged(event)
             case events.GangLost():
                 return self._on_gang_lost(event, at)
             case events.GangGaveUp():
@@ -186,21 +221,38 @@ class Control:
         self.book.discard()
         unrouted = tuple(commands.Unroute(i) for i in self.pool.answering_ids)
         self.pool.on_rewound(now=at.now)
-        self.publication.on_rewound()
         self.evaluator.drop()
+        cancelled_batch = self.publication.on_rewound(at=at)
         said = commands.Say("gang_lost", {"attempt": event.attempt, "why": event.reason}, True)
         cancelled = commands.CancelAllGroups(event.reason)
-        return (said, cancelled, *unrouted, *self._follow(self.cycle.on_gang_lost(), at))
+        begun_anew = self._follow(self.cycle.on_gang_lost(), at)
+        return (said, cancelled, *unrouted, *cancelled_batch, *begun_anew)
+
+    def _on_probe_judged(self, event: events.ProbeJudged) -> tuple[Command, ...]:
+        if event.attempt != self.attempt:
+            return ()
+        said = commands.Say(
+            "recompute_probe", {"what": event.message}, is_warning=event.verdict != "kept"
+        )
+        match event.verdict:
+            case "kept":
+                self._probe.on_kept()
+                return (said,)
+            case "replaced":
+                return (said, commands.ChangePlan(event.message))
+            case "impossible":
+                return (commands.EndRun(InfeasiblePlanError.exit_code, event.message),)
 
     def _on_rank_said(self, said: RankEvent, at: Moment) -> tuple[Command, ...]:
         match said:
-            case WeightsExported():
+            case WeightsExported(policy_version=version):
                 self.book.on_exported(said.export_s)
-                return self.publication.on_exported(said)
+                check = self.publication.on_exported(said)
+                return (*check, *self._follow(self.cycle.on_exported(version, now=at.now), at))
             case StepTrained(metrics=metrics):
                 if metrics is None:
                     return ()
-                self.book.on_trained(metrics, at)
+                self.book.on_trained(metrics)
                 return self._follow(self.cycle.on_trained(said.step, now=at.now), at)
             case AcksJudged():
                 return self.publication.on_judged(said, at=at)
@@ -208,6 +260,9 @@ class Control:
                 fields: dict[str, object] = {"step": said.step, "save_s": round(said.save_s, 3)}
                 saved = commands.Say("checkpoint_saved", fields)
                 return (saved, *self._follow(self.cycle.on_saved(said.step, now=at.now), at))
+            case RecomputeProbed():
+                probes = self._probe.on_probed(said)
+                return () if probes is None else (commands.JudgeProbe(self.attempt, probes),)
             case Hello() | ModelReady() | Heartbeat() | SaveBegun() | RankFailed():
                 # The gang keeps these: identity, readiness, liveness and the first cause.
                 return ()
@@ -216,17 +271,22 @@ class Control:
 
     def _on_engines(
         self,
-        event: events.InstanceAnswered | events.ReloadAnswered | events.ExportChecked,
+        event: events.InstanceAnswered
+        | events.InstanceDoubted
+        | events.ReloadAnswered
+        | events.ExportChecked,
         at: Moment,
     ) -> tuple[Command, ...]:
         match event:
             case events.InstanceAnswered():
                 return self._on_instance_answered(event, at)
+            case events.InstanceDoubted(instance_id):
+                return self._on_instance_doubted(instance_id)
             case events.ReloadAnswered(ack=ack) if ack is not None:
                 return self.publication.on_ack(ack, at=at)
             case events.ReloadAnswered():
                 return self.publication.on_undelivered(
-                    event.instance_id, event.incarnation, event.nonce, event.error, at
+                    event.instance_id, event.nonce, event.error, at=at
                 )
             case events.ExportChecked():
                 if event.manifest_hash != self.publication.manifest_hash:
@@ -234,18 +294,36 @@ class Control:
                 if event.error:
                     reason = f"the trainer's weights v{event.version} are broken: {event.error}"
                     return (commands.EndRun(4, reason),)
-                return self._follow(self.cycle.on_exported(event.version), at)
+                self.publication.on_checked(event.receipt)
+                self.book.on_reload_begun(at)
+                return self.publication.reload(at=at)
             case _:
                 assert_never(event)
+
+    def _on_instance_doubted(self, instance_id: InstanceId) -> tuple[Command, ...]:
+        """Its answer brings it back into routing, or shows that it has to be replaced."""
+        incarnation = self.pool[instance_id].incarnation
+        if incarnation is None or instance_id not in self.pool.answering_ids:
+            return ()
+        return (commands.AskInstance(instance_id, incarnation),)
 
     def _on_instance_answered(
         self, event: events.InstanceAnswered, at: Moment
     ) -> tuple[Command, ...]:
         if event.incarnation != self.pool[event.instance_id].incarnation:
             return ()
+        if event.state.incarnation != event.incarnation:
+            reason = f"another process ({event.state.incarnation}) answers in its place"
+            self.pool.on_suspected(event.instance_id, reason, now=at.now)
+            replaced = commands.ReplaceInstance(event.instance_id, reason)
+            return (commands.Unroute(event.instance_id), replaced)
         self.pool.on_answering(event.instance_id, now=at.now)
         known = commands.KnowInstance(
-            event.instance_id, event.incarnation, event.base_url, event.kv_capacity_tokens
+            event.instance_id,
+            event.incarnation,
+            event.base_url,
+            event.kv_capacity_tokens,
+            is_planned=self.pool[event.instance_id].is_planned_restart,
         )
         committed, state = self.publication.committed, event.state
         has_committed = (
@@ -255,8 +333,9 @@ class Control:
                 state.manifest_hash == self.publication.manifest_hash or not self._policy.publishes
             )
         )
-        if committed is None or not has_committed:
-            return (known,)
+        is_reloading = self.pool[event.instance_id].state is MemberState.RELOADING
+        if committed is None or not has_committed or is_reloading:
+            return (known,)  # a reload under way ends in a word of its own
         serves = self.pool.on_version_confirmed(
             event.instance_id, event.incarnation, committed, committed=committed, now=at.now
         )
@@ -275,14 +354,17 @@ class Control:
             return self._on_evaluated_sample(event, at)
         match event:
             case events.SampleStarted(group_id, sample_index):
+                self.book.rollouts.on_started((group_id, sample_index), now=at.now)
                 self.desk.on_started(group_id, sample_index, now=at.now)
                 return ()
             case events.SampleProgressed(group_id, sample_index):
                 self.desk.on_progress(group_id, sample_index, now=at.now)
                 return ()
             case events.SampleFinished(trajectory):
+                self.book.rollouts.on_finished(trajectory, now=at.now)
                 return self.desk.on_finished(trajectory)
             case events.SampleGaveUp(group_id, sample_index, failure):
+                self.book.rollouts.on_ended((group_id, sample_index), now=at.now)
                 return self.desk.on_failed(group_id, sample_index, failure)
             case _:
                 assert_never(event)
@@ -376,6 +458,8 @@ class Control:
     def _begin_when_ready(self, at: Moment) -> tuple[Command, ...]:
         if self.cycle.phase is not Phase.STARTING or self.ready_step is None:
             return ()
+        if not self._probe.is_open:
+            return ()
         num_gpus = sum(self.pool[i].num_gpus for i in self.pool.answering_ids)
         if not self.pool.is_settled or num_gpus < self._policy.min_rollout_gpus:
             return ()
@@ -390,7 +474,7 @@ class Control:
             return ()
         self.publication.just_committed = None
         self.book.on_reloaded(at)
-        return self._follow(self.cycle.on_reloaded(version, now=at.now), at)
+        return self._follow(self.cycle.on_settled(version, now=at.now), at)
 
     def _finish_evaluation(self, at: Moment) -> tuple[Command, ...]:
         version = self.evaluator.just_done
@@ -426,13 +510,11 @@ class Control:
     def _follow(self, ordered: tuple[cycle.Command, ...], at: Moment) -> tuple[Command, ...]:
         """Turn what the cycle wants next into commands."""
         done: list[Command] = []
+        self.book.on_phase(is_settling=self.cycle.phase is Phase.SETTLING, at=at)
         for command in ordered:
             match command:
                 case cycle.Publish(version):
                     done += self.publication.begin(version, attempt=self.attempt)
-                case cycle.Reload():
-                    self.book.on_reload_begun(at)
-                    done += self.publication.reload(at=at)
                 case cycle.Collect():
                     done += self._close_step(at)
                     self.book.on_collect(at)
@@ -463,9 +545,16 @@ class Control:
             at=at,
         )
 
+    def _note_groups(self, done: tuple[Command, ...], at: Moment) -> None:
+        for command in done:
+            if isinstance(command, commands.StartGroup):
+                self.book.rollouts.on_opened(command.group.group_id, command.group.n_samples)
+            elif isinstance(command, commands.CancelGroup):
+                self.book.rollouts.on_cancelled(command.group_id, now=at.now)
+
     def _until_end(self, done: tuple[Command, ...]) -> tuple[Command, ...]:
         for index, command in enumerate(done):
-            if isinstance(command, commands.EndRun):
+            if isinstance(command, commands.EndRun | commands.ChangePlan):
                 self.is_ending = True
                 return done[: index + 1]
         return done
@@ -480,3 +569,7 @@ def _group_of(
     if isinstance(event, events.SampleFinished):
         return event.trajectory.group_id
     return event.group_id
+
+
+def _is_replacement_of(command: Command, instance_id: InstanceId) -> bool:
+    return isinstance(command, commands.ReplaceInstance) and command.instance_id == instance_id

@@ -3,6 +3,10 @@
 Version and step are one number: step k makes v(k). Every `on_<event>` returns the commands that
 follow; what an event means in a phase that does not expect it is an InvariantError, except for
 stop requests and the loss of the gang, which are legal at any time.
+
+The phase is what the trainer does. A publication outlives the phase EXPORTING: once the weights are
+written the trainer goes on, while the engines load them. At most one publication is open: before
+the next export, and before the run ends, the trainer waits until it is settled.
 """
 
 from enum import Enum
@@ -18,10 +22,10 @@ class Phase(Enum):
     STARTING = "starting"
     """Waiting for the gang to have its model and for the engines to answer."""
 
-    EXPORTING = "exporting"
-    RELOADING = "reloading"
-    """From a complete manifest to the last engine's settled ACK."""
+    SETTLING = "settling"
+    """Waiting for the last engine's settled ACK of the version before, or of the last one."""
 
+    EXPORTING = "exporting"
     COLLECTING = "collecting"
     TRAINING = "training"
     SAVING = "saving"
@@ -58,12 +62,6 @@ class Publish(msgspec.Struct, frozen=True, tag=True):
     version: PolicyVersion
 
 
-class Reload(msgspec.Struct, frozen=True, tag=True):
-    """Bring every engine to `version`, whose manifest is in place."""
-
-    version: PolicyVersion
-
-
 class Collect(msgspec.Struct, frozen=True, tag=True):
     """Gather the batch of `step`."""
 
@@ -92,7 +90,7 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Command: TypeAlias = Publish | Reload | Collect | Save | Evaluate | DropEvaluation | Finish
+Command: TypeAlias = Publish | Collect | Save | Evaluate | DropEvaluation | Finish
 
 
 class Cycle:
@@ -103,6 +101,7 @@ class Cycle:
         self._phase = Phase.STARTING
         self._step = 0
         self._committed: PolicyVersion | None = None
+        self._publishing: PolicyVersion | None = None
         self._saved_step: int | None = None
         self._saving_step: int | None = None
         self._evaluating: PolicyVersion | None = None
@@ -130,6 +129,11 @@ class Cycle:
         return self._saving_step
 
     @property
+    def publishing(self) -> PolicyVersion | None:
+        """The version whose publication is open, from the order to write it to the last ACK."""
+        return self._publishing
+
+    @property
     def stop_reason(self) -> str | None:
         return self._stop_reason
 
@@ -145,17 +149,24 @@ class Cycle:
             return self._go_on(now)
         return self._publish()
 
-    def on_exported(self, version: PolicyVersion) -> tuple[Command, ...]:
+    def on_exported(self, version: PolicyVersion, *, now: float) -> tuple[Command, ...]:
+        """The weights of `version` are written: the trainer is free, the engines begin."""
         self._expect(Phase.EXPORTING)
         self._check_version(version)
-        self._phase = Phase.RELOADING
-        return (Reload(version),)
+        return self._save_or_go_on(now)
 
-    def on_reloaded(self, version: PolicyVersion, *, now: float) -> tuple[Command, ...]:
-        self._expect(Phase.RELOADING)
+    def on_settled(self, version: PolicyVersion, *, now: float) -> tuple[Command, ...]:
+        """Every engine has proved `version`, or was settled by rule; it is committed."""
+        if self._phase is Phase.EXPORTING:
+            raise InvariantError(f"v{version} is settled while it is still written")
         self._check_version(version)
-        self._committed = version
-        return (*self._evaluate(now), *self._save_or_go_on(now))
+        self._committed, self._publishing = version, None
+        begun = self._evaluate(now)
+        if self._phase is not Phase.SETTLING:
+            return begun
+        if self._is_publication_owed():
+            return (*begun, *self._publish_when_evaluated(now))
+        return (*begun, *self._save_or_go_on(now))
 
     def on_batch_taken(self, step: int) -> tuple[Command, ...]:
         """The batch of `step` is on its way to the ranks."""
@@ -170,9 +181,12 @@ class Cycle:
         if step != self._step + 1:
             raise InvariantError(f"step {step} trained while {self._step + 1} is due")
         self._step = step
-        if self._is_sync_due():
+        if not self._is_sync_due():
+            return self._save_or_go_on(now)
+        if self._publishing is None:
             return self._publish_when_evaluated(now)
-        return self._save_or_go_on(now)
+        self._phase = Phase.SETTLING
+        return ()
 
     def on_evaluated(self, version: PolicyVersion, *, now: float) -> tuple[Command, ...]:
         """The evaluation of `version` has its result."""
@@ -208,6 +222,7 @@ class Cycle:
 
     def on_gang_lost(self) -> tuple[Command, ...]:
         """Back to the start; `on_parts_ready` says from which step the next gang goes on."""
+        self._publishing = None
         if self._phase is not Phase.STOPPED:
             self._phase = Phase.STARTING
         self._saving_step = None
@@ -245,14 +260,15 @@ class Cycle:
                 if self._is_publication_owed():
                     return (*dropped, *self._publish())
                 return (*dropped, *self._go_on(now))
-            case Phase.EXPORTING | Phase.RELOADING | Phase.TRAINING | Phase.SAVING | Phase.STOPPED:
+            case Phase.EXPORTING | Phase.SETTLING | Phase.TRAINING | Phase.SAVING | Phase.STOPPED:
                 return ()
             case _:
                 assert_never(self._phase)
 
     def _publish(self) -> tuple[Command, ...]:
         self._phase = Phase.EXPORTING
-        return (Publish(PolicyVersion(self._step)),)
+        self._publishing = PolicyVersion(self._step)
+        return (Publish(self._publishing),)
 
     def _publish_when_evaluated(self, now: float) -> tuple[Command, ...]:
         if self._evaluating is None:
@@ -269,7 +285,8 @@ class Cycle:
             return ()
         done = self._evaluated
         is_due = done is None or version // interval > done // interval
-        is_last = version != done and self.end_reason(now=now) is not None
+        is_over = self.end_reason(now=now) is not None
+        is_last = version != done and is_over and not self._is_publication_owed()
         if not (is_due or is_last):
             return ()
         self._evaluating = self._evaluated = version
@@ -304,6 +321,9 @@ class Cycle:
 
     def _go_on(self, now: float) -> tuple[Command, ...]:
         reason = self.end_reason(now=now)
+        if reason is not None and self._publishing is not None:
+            self._phase = Phase.SETTLING
+            return ()
         if reason is not None:
             if self._evaluating is not None and self._may_evaluate(now):
                 self._phase = Phase.EVALUATING
@@ -330,5 +350,5 @@ class Cycle:
             raise InvariantError(f"expected phase {phase.value}, the run is {self._phase.value}")
 
     def _check_version(self, version: PolicyVersion) -> None:
-        if version != self._step:
-            raise InvariantError(f"version v{version} came up while v{self._step} is published")
+        if version != self._publishing:
+            raise InvariantError(f"v{version} came up while v{self._publishing} is published")

@@ -7,7 +7,7 @@ the run, unless the effect's own answer can say it (a reload that was not delive
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, TypeAlias, assert_never
 
 import anyio
 import anyio.to_thread
@@ -24,24 +24,33 @@ from libra.rollouts.batch import BatchShape, shard
 from libra.rollouts.group import CompleteGroup
 from libra.storage.atomic import discard_directory
 from libra.storage.checkpoints import list_complete_checkpoints
-from libra.storage.finite import find_non_finite
 from libra.storage.manifests import read_manifest, verify_weights
+from libra.storage.receipt import SETTLE_S
 from libra.weights.retention import deletable_versions
+from libra.wire.instance import WeightsReceipt
 from libra.wire.rank import ExportWeights, MiniBatch, SaveCheckpoint
 from libra_supervisor.events import (
     Event,
     ExportChecked,
     InstanceAnswered,
+    ProbeJudged,
     ReloadAnswered,
 )
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.rollout_state import encoded
 from libra_supervisor.ports import Engines, Ranks, Rollouts, Routing
+from libra_supervisor.records.step import StepRecord
 from libra_supervisor.records.writer import RecordsWriter
 from libra_supervisor.run_directory import RunDirectory
 
 _log = structlog.get_logger()
+
+Judge: TypeAlias = Callable[[commands.WriteStep], Callable[[], StepRecord]]
+"""Called on the loop; what it returns is called in a thread and completes the step's record."""
+
+JudgeProbe: TypeAlias = Callable[[commands.JudgeProbe], ProbeJudged]
+"""Called in a thread."""
 
 
 class Ports(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +64,8 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
 
     routing: Routing
     records: RecordsWriter
+    judge: Judge
+    judge_probe: JudgeProbe
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +124,10 @@ class Executor:
                 self._start(self._ask_instance, command)
             case commands.KnowInstance():
                 ports.routing.know(
-                    command.instance_id, command.incarnation, command.kv_capacity_tokens
+                    command.instance_id,
+                    command.incarnation,
+                    command.kv_capacity_tokens,
+                    is_planned=command.is_planned,
                 )
             case commands.RouteTo(instance_id, _, version):
                 ports.routing.serve(instance_id, version)
@@ -134,8 +148,9 @@ class Executor:
                 ports.evaluations.cancel(group_id)
             case commands.WriteEvaluation(record, trajectories):
                 self._write(ports.records.write_evaluation, record, trajectories)
-            case commands.WriteStep(record, groups):
-                self._write(ports.records.write_step, record, groups)
+            case commands.WriteStep():
+                # What the engines did in the step is read off here, the rest is done in a thread.
+                self._write(self._write_step, command, ports.judge(command))
             case commands.WriteReload(record):
                 self._write(ports.records.write_reload, record)
             case commands.RetireVersions(pinned):
@@ -143,10 +158,18 @@ class Executor:
                 self._write(self._retire_versions, pinned, loading)
             case commands.Say(event, fields, is_warning):
                 (_log.warning if is_warning else _log.info)(event, **fields)
+            case commands.JudgeProbe():
+                self._start(self._judge_probe, command)
+            case commands.ChangePlan(reason):
+                self._end(0, reason)
             case commands.EndRun(exit_code, reason):
                 self._end(exit_code, reason)
             case _:
                 assert_never(command)
+
+    async def _judge_probe(self, command: commands.JudgeProbe) -> None:
+        judged = await anyio.to_thread.run_sync(self._ports.judge_probe, command)
+        await self._post(judged)
 
     def _start(self, effect: Callable[..., Coroutine[Any, Any, None]], *arguments: object) -> None:
         self._tasks.start_soon(effect, *arguments)
@@ -156,6 +179,9 @@ class Executor:
         while self._num_unwritten:
             self._all_written = anyio.Event()
             await self._all_written.wait()
+
+    def _write_step(self, command: commands.WriteStep, judged: Callable[[], StepRecord]) -> None:
+        self._ports.records.write_step(judged(), command.groups)
 
     def _write(self, write: Callable[..., None], *arguments: object) -> None:
         self._num_unwritten += 1
@@ -184,10 +210,12 @@ class Executor:
         )
 
     async def _check_export(self, command: commands.CheckExport) -> None:
-        error = await anyio.to_thread.run_sync(
-            _find_export_error, Path(command.directory), command.manifest_hash
+        # Without it the files would often be too new for a receipt.
+        await clock.sleep(2 * SETTLE_S)
+        error, receipt = await anyio.to_thread.run_sync(
+            _check_weights, Path(command.directory), command.manifest_hash
         )
-        await self._post(ExportChecked(command.version, command.manifest_hash, error))
+        await self._post(ExportChecked(command.version, command.manifest_hash, error, receipt))
 
     def _retire_versions(self, pinned: frozenset[PolicyVersion], loading: frozenset[Path]) -> None:
         published = {
@@ -285,12 +313,13 @@ def _discard_if_there(directory: Path) -> None:
         discard_directory(directory)
 
 
-def _find_export_error(directory: Path, manifest_hash: str) -> str:
+def _check_weights(directory: Path, manifest_hash: str) -> tuple[str, WeightsReceipt | None]:
+    """What is wrong with them, and when nothing is, the receipt of having read them."""
     try:
         manifest, found_hash = read_manifest(directory)
         if found_hash != manifest_hash:
-            return f"{directory}: the manifest's hash is {found_hash}, announced: {manifest_hash}"
-        verify_weights(directory, manifest, find_non_finite=find_non_finite)
+            found = f"the manifest's hash is {found_hash}, announced: {manifest_hash}"
+            return f"{directory}: {found}", None
+        return "", verify_weights(directory, manifest)
     except DataError as error:
-        return str(error)
-    return ""
+        return str(error), None

@@ -11,6 +11,7 @@ from libra.rollouts.summary import BatchSummary, summarize
 from libra.wire.rank import TrainMetrics
 from libra_supervisor.loop.commands import WriteStep
 from libra_supervisor.loop.moment import Moment
+from libra_supervisor.loop.rollout_use import RolloutClock
 from libra_supervisor.records.step import StepContext, StepRecord, StepTimes, step_record
 
 
@@ -23,9 +24,8 @@ class Draft(msgspec.Struct, kw_only=True):
     rollout_wait_s: float
     begun_at: float
     metrics: TrainMetrics | None = None
-    trained_at: float | None = None
     export_s: float = 0.0
-    reload_s: float = 0.0
+    publish_wait_s: float = 0.0
 
 
 class StepBook:
@@ -35,6 +35,9 @@ class StepBook:
         self._draft: Draft | None = None
         self._collecting_since: float | None = None
         self._reload_begun_at: float | None = None
+        self.rollouts = RolloutClock()
+        self._reload_s = 0.0
+        self._settling_since: float | None = None
         self.last: StepRecord | None = None
         """The newest closed step."""
 
@@ -58,10 +61,8 @@ class StepBook:
             begun_at=since,
         )
 
-    def on_trained(self, metrics: TrainMetrics, at: Moment) -> None:
-        draft = self._open_draft()
-        draft.metrics = metrics
-        draft.trained_at = at.now
+    def on_trained(self, metrics: TrainMetrics) -> None:
+        self._open_draft().metrics = metrics
 
     def on_exported(self, export_s: float) -> None:
         if self._draft is not None:
@@ -69,10 +70,22 @@ class StepBook:
 
     def on_reload_begun(self, at: Moment) -> None:
         self._reload_begun_at = at.now
+        self.rollouts.on_paused(is_paused=True, now=at.now)
 
     def on_reloaded(self, at: Moment) -> None:
-        if self._draft is not None and self._reload_begun_at is not None:
-            self._draft.reload_s = at.now - self._reload_begun_at
+        """Belongs to whatever step is in progress: it was made by an earlier one."""
+        self.rollouts.on_paused(is_paused=False, now=at.now)
+        if self._reload_begun_at is not None:
+            self._reload_s = at.now - self._reload_begun_at
+
+    def on_phase(self, *, is_settling: bool, at: Moment) -> None:
+        """Measure how long the trainer does nothing but wait for a publication."""
+        if is_settling and self._settling_since is None:
+            self._settling_since = at.now
+        elif not is_settling and self._settling_since is not None:
+            if self._draft is not None:
+                self._draft.publish_wait_s += at.now - self._settling_since
+            self._settling_since = None
 
     def close(
         self, *, attempt: int, num_dropped: dict[str, int], at: Moment
@@ -82,6 +95,7 @@ class StepBook:
         if draft is None or draft.metrics is None:
             return ()
         step_s = at.now - draft.begun_at
+        use = self.rollouts.take(now=at.now)
         record = step_record(
             context=StepContext(
                 step=draft.step,
@@ -94,19 +108,25 @@ class StepBook:
             times=StepTimes(
                 rollout_wait_s=draft.rollout_wait_s,
                 export_s=draft.export_s,
-                reload_s=draft.reload_s,
+                reload_s=self._reload_s,
+                publish_wait_s=draft.publish_wait_s,
                 step_s=step_s,
+                rollout_s=use.busy_s,
             ),
         )
+        self._reload_s = 0.0
         self.last = record
         self.num_closed += 1
         self.trained_s += step_s
-        return (WriteStep(record, draft.groups),)
+        return (WriteStep(record, draft.groups, use.finished),)
 
     def discard(self) -> None:
         """Forget a step whose gang was lost."""
         self._draft = None
-        self._collecting_since = None
+        self._collecting_since = self._reload_begun_at = self._settling_since = None
+        self._reload_s = 0.0
+        # What was in flight is cancelled with the gang.
+        self.rollouts = RolloutClock()
 
     def _open_draft(self) -> Draft:
         if self._draft is None:

@@ -10,6 +10,7 @@ from libra.config.supervision import SupervisionConfig
 from libra.errors import InvariantError
 from libra.ids import ChildId, Incarnation
 from libra_supervisor.process.child import ExitStatus, RunningChild
+from libra_supervisor.process.identity import ProcessIdentity
 from libra_supervisor.process.spec import ProcessSpec
 from libra_supervisor.process.tree import StopDeadlines
 
@@ -40,8 +41,22 @@ class ChildStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_error: str = ""
 
 
+class Adoptee(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that an earlier supervisor started, as it was written down."""
+
+    identity: ProcessIdentity
+    incarnation: Incarnation
+    was_ready: bool = True
+    """False: it may still be loading, and has as long as one that was just started."""
+
+    facts: dict[str, str] = {}
+
+
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: float = 900.0
+    adopt_timeout_s: float = 120.0
+    """For a process that was ready before its supervisor died: until it answers again."""
+
     drain_timeout_s: float = 60.0
     stop: StopDeadlines = msgspec.field(default_factory=StopDeadlines)
 
@@ -49,6 +64,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 def deadlines_from(config: SupervisionConfig) -> Deadlines:
     return Deadlines(
         start_timeout_s=config.start_timeout_s,
+        adopt_timeout_s=min(config.start_timeout_s, config.liveness_stall_s),
         drain_timeout_s=config.drain_timeout_s,
         stop=StopDeadlines(term_grace_s=config.term_grace_s, kill_wait_s=config.kill_wait_s),
     )
@@ -102,10 +118,18 @@ class ChildHooks:
         """Why a start has to wait (device memory in use); None when it can go ahead."""
         return None
 
+    def facts(self) -> dict[str, str]:
+        """What a later supervisor needs to take over what was started last."""
+        return {}
+
+    async def take_over(self, facts: dict[str, str]) -> None:
+        """Make ready to watch a process that an earlier supervisor started with these facts."""
+
     async def until_ready(self, child: RunningChild) -> None:
         """Return when the child can work; raise ChildError when it never will.
 
-        Bounded by the start timeout, cancelled at the child's exit.
+        An adopted one proves here that it is the right one. Bounded by the start timeout, cancelled
+        at the child's exit.
         """
 
     async def until_stuck(self, child: RunningChild) -> str:

@@ -19,7 +19,7 @@ import msgspec
 from anyio import to_thread
 
 from libra import clock
-from libra.errors import SiteError
+from libra.errors import SiteError, ungrouped
 from libra.ids import ChildId, RunId
 from libra.wire.framing import FrameDecoder, encode_frame
 from libra_supervisor.events import ChildEvent, LogSinkFailing, LogSinkRecovered
@@ -109,6 +109,11 @@ class LogRelay:
         if (held := self._held.pop(child_id, None)) is not None:
             os.close(held[1])
             os.close(held[2])
+
+    def keep_only(self, children: frozenset[ChildId]) -> None:
+        """Release every other child: after a start, those that are not taken over."""
+        for child_id in self.children - children:
+            self.release(child_id)
 
     async def tail(self, child_id: ChildId, num_lines: int) -> tuple[str, ...]:
         """Return the last lines the child printed, oldest first; none when the relay is away."""
@@ -245,16 +250,20 @@ async def open_log_relay(
     post: Post,
     policy: LogPolicy | None = None,
 ) -> AsyncIterator[LogRelay]:
-    """Start (or find) the relay and serve it until the block ends; it inherits from `env`."""
+    """Start (or find) the relay and serve it until the block ends; it inherits from `env`.
+
+    Raises SiteError, from the block too, when a relay that died cannot be replaced.
+    """
     relay = LogRelay(run_dir, run_id=run_id, env=env, post=post, policy=policy or LogPolicy())
     await relay.start()
     try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(relay.run)
-            try:
-                yield relay
-            finally:
-                tasks.cancel_scope.cancel()
+        with ungrouped():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(relay.run)
+                try:
+                    yield relay
+                finally:
+                    tasks.cancel_scope.cancel()
     finally:
         with anyio.CancelScope(shield=True):  # bounded by _END_WAIT_S
             await relay.close()

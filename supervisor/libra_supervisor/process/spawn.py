@@ -19,7 +19,7 @@ from libra_supervisor.process import exec_shim
 from libra_supervisor.process.cgroup import Cgroup, CgroupRoot
 from libra_supervisor.process.child import LinuxChild, RunningChild
 from libra_supervisor.process.identity import ProcessIdentity, boot_id, read_row
-from libra_supervisor.process.kernel import Kernel
+from libra_supervisor.process.kernel import Kernel, read_tag
 from libra_supervisor.process.logs import LogRelay
 from libra_supervisor.process.spec import ProcessSpec, environment_of
 from libra_supervisor.process.tree import Tree, TreeEnded, leftovers_ended
@@ -37,7 +37,10 @@ class Spawner(Protocol):
     async def adopt(
         self, child_id: ChildId, identity: ProcessIdentity, incarnation: Incarnation
     ) -> RunningChild | None:
-        """Take over a process that an earlier supervisor started; None when it does not run."""
+        """Take over a process that an earlier supervisor of this run started as this child.
+
+        None when it does not run any more, or when it is not that process.
+        """
         ...
 
     async def clear(self, child_id: ChildId, kill_wait_s: float) -> TreeEnded:
@@ -90,6 +93,7 @@ class LinuxSpawner:
             row is None
             or row.is_dead
             or ProcessIdentity(row.pid, row.start_ticks, boot_id()) != identity
+            or read_tag(identity.pid) != (self._run_id, child_id)
         ):
             os.close(pidfd)
             return None

@@ -31,8 +31,8 @@ from libra_supervisor.events import (
     ChildWaiting,
 )
 from libra_supervisor.process.child import ExitStatus, RunningChild
-from libra_supervisor.process.identity import ProcessIdentity
 from libra_supervisor.process.lifecycle import (
+    Adoptee,
     Asked,
     ChildHooks,
     ChildState,
@@ -116,25 +116,26 @@ class Supervision:
 
     # The life
 
-    async def run(self, adopt: tuple[ProcessIdentity, Incarnation] | None = None) -> None:
+    async def run(self, adopt: Adoptee | None = None) -> None:
         """Supervise until a stop, a spent budget or an unkillable process.
 
         `adopt` is a process of an earlier supervisor; when it does not run any more, a new one
         is started after its leftovers are ended. Cancelled, it ends the tree in a hurry.
         """
         try:
-            child = await self._adopt(*adopt) if adopt is not None else None
+            child = await self._adopt(adopt) if adopt is not None else None
             if child is None:
+                adopt = None
                 await self._clear()
             while child is not None or not self._is_stop_wanted:
-                if not await self._one_life(child):
+                if not await self._one_life(child, adopt):
                     return
-                child = None
+                child = adopt = None
             self._enter(ChildState.DOWN)
         finally:
             self._down.set()
 
-    async def _one_life(self, adopted: RunningChild | None) -> bool:
+    async def _one_life(self, adopted: RunningChild | None, adoptee: Adoptee | None) -> bool:
         """Start (unless adopted), watch, end; False when there must be no next life."""
         try:
             child = adopted or await self._start()
@@ -144,19 +145,19 @@ class Supervision:
             return True
         self._child = child
         try:
-            over = await self._watched(child, is_adopted=adopted is not None)
+            over = await self._watched(child, adoptee)
             return await self._finish(child, over)
         finally:
             self._child = None
 
-    async def _watched(self, child: RunningChild, *, is_adopted: bool) -> Over:
+    async def _watched(self, child: RunningChild, adoptee: Adoptee | None) -> Over:
         """Report the start, wait for the end of this life, make ready for it.
 
         Cancelled or failing on the way, it ends the tree at once.
         """
         try:
-            await self._started(child, is_adopted=is_adopted)
-            over = await self._until_over(child, is_ready=is_adopted)
+            await self._started(child, is_adopted=adoptee is not None)
+            over = await self._until_over(child, adoptee)
             await self._before_end(child, over)
         except BaseException:
             with anyio.CancelScope(shield=True):  # bounded by the deadlines of _end
@@ -165,10 +166,11 @@ class Supervision:
             raise
         return over
 
-    async def _adopt(
-        self, identity: ProcessIdentity, incarnation: Incarnation
-    ) -> RunningChild | None:
-        return await self._spawner.adopt(self._child_id, identity, incarnation)
+    async def _adopt(self, adoptee: Adoptee) -> RunningChild | None:
+        child = await self._spawner.adopt(self._child_id, adoptee.identity, adoptee.incarnation)
+        if child is not None:
+            await self._hooks.take_over(adoptee.facts)
+        return child
 
     async def _clear(self) -> None:
         """End what an earlier life left behind: it holds devices, ports and memory."""
@@ -191,8 +193,7 @@ class Supervision:
         return await self._spawner.spawn(spec, incarnation)
 
     async def _started(self, child: RunningChild, *, is_adopted: bool) -> None:
-        state = ChildState.READY if is_adopted else ChildState.STARTING
-        self._enter(state, pid=child.identity.pid, incarnation=child.incarnation)
+        self._enter(ChildState.STARTING, pid=child.identity.pid, incarnation=child.incarnation)
         await self._post(
             ChildStarted(
                 child_id=self._child_id,
@@ -201,6 +202,7 @@ class Supervision:
                 incarnation=child.incarnation,
                 at=clock.now(),
                 is_adopted=is_adopted,
+                facts=self._hooks.facts(),
             )
         )
 
@@ -219,7 +221,7 @@ class Supervision:
 
     # Watching
 
-    async def _until_over(self, child: RunningChild, *, is_ready: bool) -> Over:
+    async def _until_over(self, child: RunningChild, adoptee: Adoptee | None) -> Over:
         """Wait until it exited, is stuck, or somebody asked."""
         outcomes: list[Over] = []
         async with anyio.create_task_group() as tasks:
@@ -229,7 +231,7 @@ class Supervision:
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(report, lambda: self._exited(child))
-            tasks.start_soon(report, lambda: self._stuck(child, is_ready=is_ready))
+            tasks.start_soon(report, lambda: self._stuck(child, adoptee))
             tasks.start_soon(report, self._was_asked)
             tasks.start_soon(self._observe, child)
         return outcomes[0]
@@ -241,14 +243,16 @@ class Supervision:
         await self._asked.wait()
         return Asked()
 
-    async def _stuck(self, child: RunningChild, *, is_ready: bool) -> Over:
-        if not is_ready and (reason := await self._miss_start(child)) is not None:
+    async def _stuck(self, child: RunningChild, adoptee: Adoptee | None) -> Over:
+        if (reason := await self._miss_start(child, adoptee)) is not None:
             return Stuck(reason)
         return Stuck(await self._hooks.until_stuck(child))
 
-    async def _miss_start(self, child: RunningChild) -> str | None:
+    async def _miss_start(self, child: RunningChild, adoptee: Adoptee | None) -> str | None:
         began_at = clock.now()
         timeout_s = self._deadlines.start_timeout_s
+        if adoptee is not None and adoptee.was_ready:
+            timeout_s = self._deadlines.adopt_timeout_s
         try:
             with anyio.fail_after(timeout_s):
                 await self._hooks.until_ready(child)
@@ -257,7 +261,7 @@ class Supervision:
         except ChildError as error:
             return str(error)
         self._enter(ChildState.READY, pid=child.identity.pid, incarnation=child.incarnation)
-        start_s = clock.now() - began_at
+        start_s = 0.0 if adoptee is not None else clock.now() - began_at
         await self._post(ChildReady(self._child_id, child.incarnation, start_s, clock.now()))
         return None
 

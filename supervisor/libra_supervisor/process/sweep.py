@@ -8,7 +8,7 @@ only looks: processes of other runs may be another supervisor's, or wait to be a
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +23,7 @@ from libra_supervisor.process.logs import RELAY_ID
 from libra_supervisor.process.tree import kill_until_gone
 
 END_WAIT_S: Final = 10.0
+EMPTY: Final[Mapping[ChildId, ProcessIdentity]] = {}
 
 
 class Leftover(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,26 +56,24 @@ async def end_run(
     run_id: RunId,
     kernel: Kernel,
     *,
-    kept: frozenset[ProcessIdentity] = frozenset(),
+    kept: Mapping[ChildId, ProcessIdentity] = EMPTY,
     kill_wait_s: float = END_WAIT_S,
 ) -> tuple[ProcessRow, ...]:
-    """SIGKILL every process of the run but the log relay and `kept` with their descendants.
+    """SIGKILL every process of the run but the log relay and the children in `kept`.
 
-    Returns what outlived it after `kill_wait_s`; empty when all went well.
+    A kept child is spared with all that carries its tag, for as long as its process runs. Returns
+    what outlived it after `kill_wait_s`; empty when all went well.
     """
-    kept_keys = {(identity.pid, identity.start_ticks) for identity in kept}
 
     def choose(table: Table, tag_of: Callable[[int], Tag | None]) -> list[ProcessRow]:
-        kept_pids = {row.pid for row in table.values() if (row.pid, row.start_ticks) in kept_keys}
-        spared = own_line(table) | kept_pids
-        return [
-            row
-            for row in table.values()
-            if not row.is_dead
-            and not _is_below(row, table, spared - own_line(table))
-            and row.pid not in spared
-            and _is_of_run(tag_of(row.pid), run_id)
-        ]
+        line = own_line(table)
+        spared = {RELAY_ID, *(child for child, it in kept.items() if _is_in(table, it))}
+        found: list[ProcessRow] = []
+        for row in table.values():
+            tag = None if row.is_dead or row.pid in line else tag_of(row.pid)
+            if tag is not None and tag[0] == run_id and tag[1] not in spared:
+                found.append(row)
+        return found
 
     async def look() -> tuple[ProcessRow, ...]:
         return (await kernel.survey(choose, with_segments=False)).rows
@@ -83,8 +82,9 @@ async def end_run(
     return survivors
 
 
-def _is_of_run(tag: Tag | None, run_id: RunId) -> bool:
-    return tag is not None and tag[0] == run_id and tag[1] != RELAY_ID
+def _is_in(table: Table, identity: ProcessIdentity) -> bool:
+    row = table.get(identity.pid)
+    return row is not None and not row.is_dead and row.start_ticks == identity.start_ticks
 
 
 def _is_below(row: ProcessRow, table: Table, roots: frozenset[int] | set[int]) -> bool:

@@ -15,7 +15,7 @@ import anyio
 
 from libra import clock
 from libra.config.supervision import SupervisionConfig
-from libra.errors import ChildError, PeerError
+from libra.errors import ChildError, PeerError, ungrouped
 from libra.ids import Incarnation, Rank
 from libra.wire.rank import Hello, RankCommand, RankEvent, Shutdown
 from libra_supervisor.events import (
@@ -90,8 +90,11 @@ class Gang:
         )
 
     async def run(self) -> None:
-        """Serve and supervise the ranks until a stop or a spent budget."""
-        with rank_socket(self._site.directory.root) as (path, listener):
+        """Serve and supervise the ranks until a stop or a spent budget.
+
+        Raises what `post` or `choose` raise, with the gang ended.
+        """
+        with ungrouped(), rank_socket(self._site.directory.root) as (path, listener):
             self._hooks.control_socket = path
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(

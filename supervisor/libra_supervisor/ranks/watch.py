@@ -63,6 +63,10 @@ class RankWatch:
             owed.append(_ANSWER_TO[type(command)])
 
     def on_event(self, rank: Rank, event: RankEvent, *, now: float) -> None:
+        if isinstance(event, AcksJudged):
+            # From a thread beside the main one: whether that one works it does not say.
+            self._owed[rank].remove(AcksJudged)
+            return
         self._heard_at[rank] = now
         if isinstance(event, Heartbeat):
             self._phase[rank] = f"{event.phase} of step {event.step}"

@@ -14,8 +14,17 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     export_s: float
     reload_s: float
+    """Of the publication that was settled during the step, from the check to the commit. It runs
+    beside the trainer, except for `publish_wait_s` of it, and what rollouts waited for it."""
+
+    publish_wait_s: float
+    """How long the trainer stood still because the publication before was not settled."""
+
     step_s: float
-    """The whole step, publication included."""
+    """The whole step: waits, training and export."""
+
+    rollout_s: float = 0.0
+    """Of the step, with a sample in flight; reloads not counted."""
 
 
 class StepContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,10 +76,28 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     train_s: float
     export_s: float
     reload_s: float
+    publish_wait_s: float
     step_s: float
     trainer_peak_memory_bytes: int
     num_dropped: dict[str, int]
     """Trajectories dropped since the run began, by reason."""
+
+    rollout_s: float = 0.0
+    """Wall time with a sample in flight; reloads not counted."""
+
+    train_predicted_s: float | None = None
+    """What the cost model expected of recompute_s + train_s for these lengths. This and the
+    following are None where hardware or model are not described, or there is nothing to predict."""
+
+    train_error_fraction: float | None = None
+    """Measured / predicted - 1."""
+
+    rollout_predicted_s: float | None = None
+    rollout_error_fraction: float | None = None
+    memory_predicted_bytes: int | None = None
+    """Of the fullest rank since the ranks started; beside trainer_peak_memory_bytes."""
+
+    memory_error_fraction: float | None = None
 
 
 def step_record(
@@ -107,7 +134,9 @@ def step_record(
         train_s=metrics.train_s,
         export_s=times.export_s,
         reload_s=times.reload_s,
+        publish_wait_s=times.publish_wait_s,
         step_s=times.step_s,
         trainer_peak_memory_bytes=metrics.peak_memory_bytes,
         num_dropped=context.num_dropped,
+        rollout_s=times.rollout_s,
     )

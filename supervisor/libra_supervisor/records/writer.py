@@ -12,6 +12,7 @@ from libra.storage.atomic import atomic_write
 from libra_supervisor.records.evaluation import EvaluationRecord
 from libra_supervisor.records.reload import ReloadRecord
 from libra_supervisor.records.step import StepRecord
+from libra_supervisor.records.trackers import Trackers
 from libra_supervisor.run_directory import RunDirectory
 
 
@@ -38,14 +39,16 @@ class TrajectoryRecord(msgspec.Struct, frozen=True, kw_only=True):
 class RecordsWriter:
     """One writer per run directory."""
 
-    def __init__(self, directory: RunDirectory) -> None:
+    def __init__(self, directory: RunDirectory, trackers: Trackers | None = None) -> None:
         self._directory = directory
+        self._trackers = trackers or Trackers()
 
     def write_step(self, record: StepRecord, groups: Sequence[CompleteGroup]) -> None:
         """Trajectories first, so that a step in metrics.jsonl always has its trajectories."""
         lines = _trajectory_lines(t for group in groups for t in group.trajectories)
         atomic_write(self._directory.trajectories_of(record.step), lines)
         append_line(self._directory.metrics, msgspec.json.encode(record))
+        self._trackers.offer(record)
 
     def write_evaluation(
         self, record: EvaluationRecord, trajectories: Sequence[Trajectory]

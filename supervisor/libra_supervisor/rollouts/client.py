@@ -26,9 +26,9 @@ class Router(Protocol):
     async def generate(self, request: GenerationRequest, progressed: Progressed) -> Completion:
         """One answer. Cancelling it frees the instance.
 
-        Calls `progressed(0)` when an instance has taken the request, and again as tokens come.
-        From the first call on, silence counts against the idle limit; a router that cannot see
-        tokens come never calls it, and hangs are then found by the supervision of the instance.
+        Calls `progressed(0)` when an instance has taken the request, and again whenever it learns
+        that the instance works on it. From the first call on, silence counts against the idle
+        limit.
         Raises PeerError (the instance's fault), RefusedError (try later), DrainingError (the run
         is stopping) or RejectedError (the request is wrong).
         """
@@ -43,8 +43,8 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     idle_timeout_s: float | None = 300.0
-    """Longest silence of an engine in the middle of an answer. There is no limit on a whole answer:
-    it would cut exactly the longest ones."""
+    """Longest time without a sign that an engine works on a request that it took. There is no limit
+    on a whole answer: it would cut exactly the longest ones."""
 
     max_request_attempts: int = 3
     """Tries of one engine request, each placed anew by the router."""
@@ -162,6 +162,7 @@ class SampleClient:
     async def _ask(self, request: GenerationRequest) -> Completion:
         idle_timeout_s = self._settings.idle_timeout_s
         self.num_tokens = 0
+        self.progressed_at = clock.now()
         with anyio.CancelScope() as scope:
 
             def progressed(num_tokens: int) -> None:

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from libra.config.run import RunConfig
 from libra.data.dataset import PromptDataset, PromptRules
 from libra.data.formats import open_source
@@ -34,25 +32,19 @@ def open_dataset(config: RunConfig, path: str) -> PromptDataset:
 
 def summarize_dataset(config: RunConfig) -> DatasetSummary:
     """Read and tokenise every row of all data. Raises DataError as the port says."""
+    dataset = open_dataset(config, config.data.train_data)
     if config.data.eval_data:
         try:
             open_dataset(config, config.data.eval_data)
         except DataError as error:
             raise EvaluationDataError(str(error)) from error
-    dataset = open_dataset(config, config.data.train_data)
     rows = [int(row) for row in dataset.rows]
     example = dataset.task(rows[0]).prompt_token_ids
-    # Special tokens must show, so the tokenizer of the run, which hides them, is not asked.
-    tokenizer = Tokenizer.from_file(
-        str(Path(config.model.resolved_tokenizer_path) / "tokenizer.json")
-    )
     return DatasetSummary(
         rows=len(rows),
         skipped_rows=len(dataset.bad_rows),
         over_long_prompts=len(dataset.long_rows),
         longest_prompt_tokens=max(len(dataset.task(row).prompt_token_ids) for row in rows),
         example_token_ids=example,
-        example_tokens=tuple(
-            tokenizer.decode([token_id], skip_special_tokens=False) for token_id in example
-        ),
+        example_tokens=dataset.tokenizer.spelled(example),
     )

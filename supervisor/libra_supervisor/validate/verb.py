@@ -10,7 +10,7 @@ import msgspec
 from libra.config.load import LoadedConfig, Purpose, load_config
 from libra.config.problems import ConfigProblemsError, Problem
 from libra.config.schema import json_schema
-from libra.errors import DataError
+from libra.errors import DataError, TokenizerError
 from libra_supervisor.validate.names import shipped_names
 from libra_supervisor.validate.ports import (
     DatasetSummary,
@@ -76,9 +76,18 @@ def _summarize(
     try:
         return summarize_dataset(loaded.config)
     except DataError as exc:
-        key = "eval_data" if isinstance(exc, EvaluationDataError) else "train_data"
-        problem = Problem(path=key, what=str(exc), place=loaded.place_of.get(key))
+        path = _path_of(exc, loaded)
+        problem = Problem(path=path, what=str(exc), place=loaded.place_of.get(path))
         raise ConfigProblemsError([problem], subject=loaded.sources[0]) from exc
+
+
+def _path_of(error: DataError, loaded: LoadedConfig) -> str:
+    """The option that names what is broken."""
+    if isinstance(error, EvaluationDataError):
+        return "eval_data"
+    if not isinstance(error, TokenizerError):
+        return "train_data"
+    return "tokenizer_path" if loaded.config.model.tokenizer_path else "model_path"
 
 
 def _refused(error: ConfigProblemsError, *, as_json: bool) -> Output:

@@ -13,6 +13,8 @@ from libra.errors import (
     RejectedError,
 )
 from libra.ids import InstanceId
+from libra.tracing.chrome import read_trace
+from libra.tracing.span import SpanWriter, trace_path
 from libra_supervisor.gateway.waiting import SaturatedError, WaitingRoom
 
 pytestmark = pytest.mark.anyio
@@ -43,6 +45,46 @@ async def test_a_waiting_task_goes_on_when_a_place_is_given_back():
         tg.cancel_scope.cancel()
     assert seen == [(0, 10.0), (1, 20.0), (2, 30.0)]
     assert scheduler.num_in_flight() == 0
+
+
+async def test_the_trace_has_each_request_s_wait_and_its_time_on_the_instance(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(clock, "monotonic", clock.now)
+    spans = SpanWriter(trace_path(tmp_path, -1), rank=-1, run_id="r", role="control")
+    began = clock.now()
+    scheduler = fleet_of(1, now=began, max_in_flight_per_instance=1, queue_deadline_s=15.0)
+    room = WaitingRoom(scheduler, spans=spans)
+
+    async def one():
+        async with room.place(request()) as placement:
+            await clock.sleep(10.0)
+            placement.complete(5)
+
+    async def turned_away():
+        with pytest.raises(OverloadedError):
+            await one()
+
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(room.run)
+        async with anyio.create_task_group() as users:
+            for use in (one, one, turned_away):
+                users.start_soon(use)
+                await trio.testing.wait_all_tasks_blocked()
+        tg.cancel_scope.cancel()
+    spans.close()
+    ((header, found),) = read_trace(trace_path(tmp_path, -1))
+    said = [
+        (s.phase, s.track, (s.at_ns - header.started_at_ns) / 1e9, s.dur_ns / 1e9) for s in found
+    ]
+    (instance,) = scheduler.explain(request(), clock.now()).instances
+    instance_id = instance.instance_id
+    assert said == [
+        ("route", f"{instance_id} #0", 0.0, 10.0),
+        ("queue_wait", "queue #0", 0.0, 10.0),
+        ("queue_wait", "queue #1", 0.0, 15.0),
+        ("route", f"{instance_id} #0", 10.0, 10.0),
+    ]
 
 
 async def test_the_deadline_ends_the_wait_with_what_was_missing():
@@ -174,14 +216,3 @@ async def test_the_kind_of_an_error_says_whom_to_blame(error, num_faults):
             await room.serve(request(), fail)
     assert len(scheduler.take_notices()) == (num_faults == 3)
     assert scheduler.num_in_flight() == 0
-
-
-async def test_every_decision_can_be_listened_to():
-    scheduler, told = fleet_of(2, now=clock.now()), []
-    room = WaitingRoom(scheduler, explained=lambda ask, why: told.append((ask, why)))
-    ask = request()
-    async with room.place(ask) as placement:
-        ((asked, why),) = told
-    assert asked is ask
-    assert why.choice == placement.reservation.instance_id
-    assert [view.load for view in why.instances] == [0.0, 0.0]

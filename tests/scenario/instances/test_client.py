@@ -274,3 +274,17 @@ async def test_many_mixed_failures_leave_no_connection_behind(server, client):
     with anyio.fail_after(2):
         while server.num_running:
             await clock.sleep(0.005)
+
+
+async def test_a_server_tells_which_requests_it_works_on_and_how_far_each_is(server, client):
+    server.token_delay_s = 0.01
+    sampling = Sampling(max_new_tokens=10_000)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(complete, client, sampling)
+        while (told := await client.open_requests()).get("r1", 0) < 3:
+            await clock.sleep(0.01)
+        assert set(told) == {"r1"}
+        tasks.cancel_scope.cancel()
+    with anyio.fail_after(10):
+        while await client.open_requests():
+            await clock.sleep(0.01)

@@ -20,6 +20,7 @@ from libra_supervisor.events import (
     GangReady,
 )
 from libra_supervisor.process.peer import connect
+from libra_supervisor.ranks.torchrun import TRAINER_ID
 from processes import alive, processes_tagged, site, until
 
 pytestmark = pytest.mark.anyio
@@ -189,3 +190,20 @@ async def test_torchrun_killed_by_others_leaves_no_rank(tmp_path):
         await ready(place, 2)
         assert alive(pids) == []
         gang.stop()
+
+
+async def test_an_error_of_those_who_listen_leaves_the_gang_as_it_was_raised(tmp_path):
+    async with site(tmp_path) as place:
+
+        async def fail(event):
+            if isinstance(event, GangReady):
+                raise OSError("the journal is broken")
+
+        place.post = fail
+        with pytest.raises(ExceptionGroup) as raised:
+            async with gang_in(place, tmp_path):
+                await anyio.sleep(20)
+        # The group is that of the test's own tasks.
+        assert [str(error) for error in raised.value.exceptions] == ["the journal is broken"]
+        left = await place.spawner.clear(TRAINER_ID, 1.0)
+        assert left.num_killed == 0

@@ -9,9 +9,11 @@ from pathlib import Path
 import anyio
 import pytest
 
+from libra.errors import SiteError
 from libra_supervisor.events import LogSinkFailing, LogSinkRecovered
+from libra_supervisor.process import logs as logs_module
 from libra_supervisor.process.kernel import read_table
-from libra_supervisor.process.logs import LogPolicy
+from libra_supervisor.process.logs import LogPolicy, open_log_relay
 from libra_supervisor.process.tree import StopDeadlines
 from processes import alive, python, site, until
 
@@ -223,3 +225,29 @@ async def test_a_stopped_relay_costs_the_supervisor_no_more_than_a_bounded_wait(
         assert time.monotonic() - began < 3
         os.kill(relay, signal.SIGCONT)
         await finished(child)
+
+
+async def test_an_error_in_the_block_leaves_it_as_it_was_raised(tmp_path):
+    with pytest.raises(ValueError, match="a bug of the caller"):
+        async with open_log_relay(tmp_path, run_id="r", env=dict(os.environ), post=ignore):
+            raise ValueError("a bug of the caller")
+
+
+async def test_a_relay_that_cannot_be_replaced_is_an_error_of_the_site(tmp_path, monkeypatch):
+    async def lose_the_relay():
+        async with open_log_relay(tmp_path, run_id="r", env=dict(os.environ), post=ignore):
+            monkeypatch.setattr(logs_module, "RELAY", ("/no/program",))
+            os.kill(relay_pid_in(tmp_path), signal.SIGKILL)
+            await anyio.sleep(10)
+
+    with pytest.raises(SiteError, match="the log relay does not start"):
+        await lose_the_relay()
+
+
+async def ignore(_event):
+    """A listener that does not care."""
+
+
+def relay_pid_in(run_dir):
+    (pid,) = relays_of(run_dir)
+    return pid

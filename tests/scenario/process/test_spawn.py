@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from libra.errors import ChildError
-from libra.ids import Incarnation
+from libra.ids import ChildId, Incarnation
 from libra_supervisor.process.child import ExitStatus
 from libra_supervisor.process.identity import ProcessIdentity
 from libra_supervisor.process.spec import Limits
@@ -90,6 +90,8 @@ async def test_a_process_of_another_supervisor_is_adopted_by_its_identity_only(t
         real = child.identity
         forged = ProcessIdentity(real.pid, real.start_ticks + 1, real.boot_id)
         assert await place.spawner.adopt(child.child_id, forged, child.incarnation) is None
+        other = ChildId("vllm-7")
+        assert await place.spawner.adopt(other, real, child.incarnation) is None, "by its tag"
         adopted = await place.spawner.adopt(child.child_id, real, child.incarnation)
         assert adopted is not None
         os.kill(real.pid, signal.SIGTERM)

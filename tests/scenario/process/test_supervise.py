@@ -17,7 +17,7 @@ from libra_supervisor.events import (
     ChildSuspected,
     ChildWaiting,
 )
-from libra_supervisor.process.lifecycle import ChildHooks, ChildState, Deadlines
+from libra_supervisor.process.lifecycle import Adoptee, ChildHooks, ChildState, Deadlines
 from libra_supervisor.process.restart import RestartBudget, RestartPolicy
 from libra_supervisor.process.supervise import Supervision
 from libra_supervisor.process.tree import StopDeadlines
@@ -248,7 +248,7 @@ async def test_a_spec_that_cannot_be_made_is_a_failure_like_any_other(tmp_path):
 async def test_an_adopted_process_is_watched_and_replaced_by_one_only(tmp_path):
     async with site(tmp_path) as place:
         first = await place.spawn("sleep", "60")
-        adopt = (first.identity, first.incarnation)
+        adopt = Adoptee(identity=first.identity, incarnation=first.incarnation)
         async with supervised(place, Hooks(place, ("sleep", "60")), adopt=adopt) as it:
             await until(lambda: of(place, ChildStarted))
             assert of(place, ChildStarted)[0].is_adopted
@@ -266,7 +266,8 @@ async def test_a_process_that_cannot_be_adopted_is_ended_before_the_new_one_star
         left = await place.spawn("sleep", "60")
         forged = left.identity.__class__(left.identity.pid, 1, left.identity.boot_id)
         hooks = Hooks(place, ("sleep", "60"))
-        async with supervised(place, hooks, adopt=(forged, left.incarnation)) as it:
+        adopt = Adoptee(identity=forged, incarnation=left.incarnation)
+        async with supervised(place, hooks, adopt=adopt) as it:
             await until(lambda: of(place, ChildStarted))
             assert alive([left.identity.pid]) == []
             left.reap()
@@ -319,3 +320,60 @@ async def test_cancelling_while_it_drains_ends_the_tree(tmp_path):
             tasks.cancel_scope.cancel()
         assert alive([of(place, ChildStarted)[0].pid]) == []
         assert (await place.spawner.clear(ChildId("child"), 1.0)).num_killed == 0
+
+
+@pytest.mark.case("R-B74")
+async def test_an_adopted_process_that_does_not_prove_itself_is_replaced(tmp_path):
+    """Another server answers on its port, or it hangs: its deadline is that of a live server."""
+
+    class Prover(Hooks):
+        proofs = 0
+
+        async def until_ready(self, child):
+            self.proofs += 1
+            if self.proofs == 1:
+                await anyio.sleep_forever()
+
+    deadlines = Deadlines(
+        start_timeout_s=60, adopt_timeout_s=0.2, stop=StopDeadlines(term_grace_s=2)
+    )
+    async with site(tmp_path) as place:
+        first = await place.spawn("sleep", "60")
+        adopt = Adoptee(identity=first.identity, incarnation=first.incarnation)
+        hooks = Prover(place, ("sleep", "60"))
+        async with supervised(place, hooks, deadlines=deadlines, adopt=adopt) as it:
+            await until(lambda: of(place, ChildReady))
+            assert alive([first.identity.pid]) == []
+            first.reap()
+            it.stop()
+        assert kinds(place)[:5] == ["Started", "Suspected", "Exited", "RestartScheduled", "Started"]
+        assert of(place, ChildSuspected)[0].reason == "not ready within 0.2 s"
+
+
+async def test_an_adopted_process_that_was_still_loading_has_as_long_as_a_new_one(tmp_path):
+    class Loads(Hooks):
+        async def take_over(self, facts):
+            self.calls.append(facts)
+
+        async def until_ready(self, child):
+            await anyio.sleep(0.3)
+
+    deadlines = Deadlines(
+        start_timeout_s=5, adopt_timeout_s=0.1, stop=StopDeadlines(term_grace_s=2)
+    )
+    async with site(tmp_path) as place:
+        first = await place.spawn("sleep", "60")
+        adopt = Adoptee(
+            identity=first.identity,
+            incarnation=first.incarnation,
+            was_ready=False,
+            facts={"url": "http://127.0.0.1:1"},
+        )
+        hooks = Loads(place, ("sleep", "60"))
+        async with supervised(place, hooks, deadlines=deadlines, adopt=adopt) as it:
+            ready = await until(lambda: of(place, ChildReady))
+            assert (ready[0].incarnation, ready[0].start_s) == (first.incarnation, 0.0)
+            assert hooks.calls == [{"url": "http://127.0.0.1:1"}]
+            it.stop()
+        assert kinds(place) == ["Started", "Ready", "Exited"]
+        first.reap()

@@ -25,7 +25,7 @@ async def test_everything_of_a_run_is_ended_but_what_is_kept_and_the_relay(tmp_p
         lost_pids = await until(lambda: (p := printed_pids(tmp_path, "old"))[2:] and p)
         kept_pids = await until(lambda: (p := printed_pids(tmp_path, "vllm-0"))[1:] and p)
         relay = place.logs._process.pid
-        survivors = await end_run(place.run_id, Linux(), kept=frozenset({kept.identity}))
+        survivors = await end_run(place.run_id, Linux(), kept={kept.child_id: kept.identity})
         assert survivors == ()
         assert alive(lost_pids) == []
         assert sorted(alive([*kept_pids, relay])) == sorted([*kept_pids, relay])

@@ -1,6 +1,6 @@
 import contextlib
 
-import anyio
+import anyio.lowlevel
 import pytest
 import trio.testing
 
@@ -12,8 +12,15 @@ def anyio_backend():
     return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0.001)}
 
 
+async def at_once(work, *arguments, **_how):
+    await anyio.lowlevel.checkpoint()
+    return work(*arguments)
+
+
 @pytest.fixture
 def app(tmp_path, monkeypatch):
+    # While a thread works the virtual clock would run on, by as much as the thread is slow.
+    monkeypatch.setattr("anyio.to_thread.run_sync", at_once)
     return GuardedApp(tmp_path, monkeypatch)
 
 

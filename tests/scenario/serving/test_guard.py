@@ -1,6 +1,7 @@
 """Who may call what, and what a guarded reload refuses, does and reports."""
 
 import json
+import time
 
 import anyio
 import msgspec
@@ -10,8 +11,12 @@ import pytest
 from fake_engine import probe_logprobs
 from guarded_app import TOKEN
 from libra import clock
+from libra.serving import reload as serving_reload
 from libra.serving.middleware import MAX_RELOAD_BYTES, WEIGHT_ROUTES
-from libra.weights.judge import ack_problems
+from libra.storage.arrival import VISIBLE_WITHIN_S
+from libra.storage.manifests import read_manifest, verify_weights
+from libra.weights.judge import ack_problems, judge_acks
+from libra.weights.manifest import MANIFEST_NAME
 from weight_dirs import describe_version, publish_weights, tiny_tensors
 
 pytestmark = pytest.mark.anyio
@@ -123,6 +128,7 @@ async def test_reload_needs_the_token_and_a_request_of_the_right_shape(app, runn
 )
 async def test_a_request_that_must_not_be_served_changes_nothing(app, running, changes, message):
     (app.weights_directory / "link").symlink_to(app.weights_directory.parent / "base")
+    app.engine.step_s = 5.0  # what is not there is waited for, and a step costs real time
     if "weights_directory" in changes:
         path = changes["weights_directory"].replace("WEIGHTS", str(app.weights_directory))
         changes = changes | {"weights_directory": path}
@@ -189,8 +195,76 @@ async def test_weights_that_do_not_fit_are_refused_before_the_pause(app, running
     assert app.engine.calls == []
 
 
+@pytest.fixture
+def receipt_of(monkeypatch):
+    """The receipt of a directory's files, checked when they had been there for a second."""
+    monkeypatch.setattr(clock, "wall_ns", lambda: time.time_ns() + 10**9)
+    return lambda directory: verify_weights(directory, read_manifest(directory)[0])
+
+
+async def test_with_a_receipt_that_holds_the_files_are_not_read_again(
+    app, running, receipt_of, monkeypatch
+):
+    receipt = receipt_of(app.published[2][0])
+    monkeypatch.setattr(serving_reload, "verify_weights", None)
+    async with running():
+        request = app.request_for(2, receipt=receipt)
+        ack = await app.reload(2, receipt=receipt)
+    assert ack.error is None
+    assert ack.verified == ("manifest", "receipt", "load", "probe")
+    assert ack_problems(request, ack) == ()
+    assert ack_problems(app.request_for(2), ack) != ()
+
+
+@pytest.mark.case("T-B68")
+async def test_a_receipt_does_not_cover_what_was_written_after_it(app, running, receipt_of):
+    directory = app.published[2][0]
+    receipt = receipt_of(directory)
+    path = directory / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    async with running():
+        await app.reload(1)
+        ack = await app.reload(2, receipt=receipt)
+        state = await app.state()
+    assert "hashes to" in ack.error
+    assert ack.verified == ("manifest",)
+    assert state["policy_version"] == 1
+
+
+@pytest.mark.case("T-B68")
+async def test_a_receipt_does_not_spare_the_tensors_their_fit(app, running, receipt_of):
+    tensors = tiny_tensors(4)
+    del tensors["lm_head.weight"]
+    app.published[4] = publish_weights(app.weights_directory, 4, tensors=tensors)
+    async with running():
+        ack = await app.reload(4, receipt=receipt_of(app.published[4][0]))
+    assert "lm_head.weight is missing" in ack.error
+    assert app.engine.calls == []
+
+
+async def test_weights_changed_while_the_engine_loads_them_are_not_served(app, running, receipt_of):
+    directory = app.published[2][0]
+    path = directory / "model.safetensors"
+    load = app.engine.collective_rpc
+
+    async def load_and_disturb(method, **how):
+        await load(method, **how)
+        path.write_bytes(path.read_bytes())
+
+    app.engine.collective_rpc = load_and_disturb
+    async with running():
+        ack = await app.reload(2, receipt=receipt_of(directory))
+        answer = await app.complete()
+    assert "was changed while it was loaded" in ack.error
+    assert ack.policy_version is None
+    assert answer.status == 503
+
+
 @pytest.mark.case("T-B68")
 async def test_damaged_files_are_refused_before_the_pause(app, running):
+    app.engine.step_s = 5.0  # what is short is waited for, and a step costs real time
     path = app.published[1][0] / "model.safetensors"
     content = path.read_bytes()
     async with running():
@@ -332,6 +406,41 @@ async def test_a_route_that_may_change_weights_makes_the_version_unknown(app, ru
         assert (await app.complete()).status == 200
 
 
+@pytest.mark.case("T-B66")
+@pytest.mark.parametrize("loads", [True, False])
+async def test_an_engine_that_slept_answers_only_after_a_load_that_its_probe_proves(
+    app, running, loads
+):
+    """Level 2 throws the weights away; an engine that wakes has whatever its memory holds."""
+    async with running():
+        assert (await app.reload(1)).error is None
+        await app.call("POST", "/sleep", token=TOKEN)
+        await app.call("POST", "/wake_up", token=TOKEN)
+        app.engine.weights = 99
+        assert (await app.complete()).status == 503
+        if not loads:
+            app.engine.collective_rpc = ignore_load
+        app.engine.calls.clear()
+        request = app.request_for(2)
+        ack = await app.reload(2)
+    steps = [call[0] for call in app.engine.calls]
+    # Sleep has paused it; it runs again only with the probe, after load and caches.
+    assert steps.index("resume") > steps.index("reset_prefix_cache")
+    assert not loads or steps.index("reset_prefix_cache") > steps.index("reload_weights")
+    verdict = judge_acks(
+        request,
+        (ack,),
+        trainer_probe_logprobs=probe_logprobs(request.probe_token_ids, 2),
+        probe_tolerance=1e-3,
+    )
+    assert verdict.accepted == (("vllm-0",) if loads else ())
+    assert loads or "vllm-0" in verdict.refused
+
+
+async def ignore_load(_method, *, kwargs=None):
+    """What a load does on an engine whose memory is not mapped: nothing, and no error."""
+
+
 async def test_websockets_need_the_token(app):
     sent = []
 
@@ -354,3 +463,59 @@ async def test_state_is_small_and_needs_no_token(app, running):
         "is_paused": False,
         "manifest_hash": None,
     }
+
+
+@pytest.mark.case("R-B79")
+@pytest.mark.parametrize("shown_first", ["nothing", "the manifest", "a short file"])
+async def test_a_version_that_the_disk_shows_late_is_waited_for_and_then_verified(
+    app, running, shown_first
+):
+    directory, _ = app.published[1]
+    weights, manifest = directory / "model.safetensors", directory / MANIFEST_NAME
+    content, described = weights.read_bytes(), manifest.read_bytes()
+    weights.unlink()
+    if shown_first == "nothing":
+        manifest.unlink()
+    elif shown_first == "a short file":
+        weights.write_bytes(content[:100])
+    app.engine.step_s = 1.0
+    acks = []
+    async with running() as tasks:
+
+        async def reload():
+            acks.append(await app.reload(1))
+
+        tasks.start_soon(reload)
+        await clock.sleep(5.0)
+        # Nothing was paused and the old version goes on.
+        assert (acks, app.engine.calls) == ([], [])
+        assert (await app.complete(max_tokens=3)).headers["x-libra-policy-versions"] == "0"
+        manifest.write_bytes(described)
+        weights.write_bytes(content)
+        while not acks:
+            await clock.sleep(0.5)
+    assert ack_problems(app.request_for(1), acks[0]) == ()
+
+
+@pytest.mark.case("R-B79")
+async def test_what_the_disk_never_shows_is_refused_after_a_bounded_wait(app, running):
+    (app.published[1][0] / "model.safetensors").unlink()
+    app.engine.step_s = 5.0
+    async with running():
+        began = clock.now()
+        ack = await app.reload(1)
+        assert VISIBLE_WITHIN_S <= clock.now() - began <= VISIBLE_WITHIN_S + 5.0
+        assert "model.safetensors is missing" in ack.error
+        assert (ack.policy_version, ack.verified) == (0, ("manifest",))
+    assert app.engine.calls == []
+
+
+@pytest.mark.case("R-B79")
+async def test_a_file_of_the_right_size_with_other_content_is_refused_at_once(app, running):
+    path = app.published[1][0] / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-8] + bytes(8))
+    async with running():
+        began = clock.now()
+        assert "hashes to" in (await app.reload(1)).error
+        assert clock.now() - began < 5.0

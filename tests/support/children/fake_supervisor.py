@@ -22,7 +22,7 @@ from libra_supervisor.notify import Notifier
 from libra_supervisor.process.cgroup import delegated_root
 from libra_supervisor.process.identity import ProcessIdentity, boot_id
 from libra_supervisor.process.kernel import Linux
-from libra_supervisor.process.lifecycle import ChildHooks, Deadlines
+from libra_supervisor.process.lifecycle import Adoptee, ChildHooks, Deadlines
 from libra_supervisor.process.logs import open_log_relay
 from libra_supervisor.process.restart import RestartBudget, RestartPolicy
 from libra_supervisor.process.spawn import LinuxSpawner, become_subreaper
@@ -91,7 +91,9 @@ async def run(directory, slow_start_s):
         save()
 
     adoptable = {
-        child_id: (ProcessIdentity(r.pid, r.start_ticks, r.boot_id), r.incarnation)
+        child_id: Adoptee(
+            identity=ProcessIdentity(r.pid, r.start_ticks, r.boot_id), incarnation=r.incarnation
+        )
         for child_id, r in records.items()
     }
     async with open_log_relay(directory.root, run_id=run_id, env=os.environ, post=post) as logs:

@@ -14,6 +14,11 @@ REPOSITORY = Path(__file__).parents[3]
 UNIT_FILE = REPOSITORY / "systemd" / "libra-supervisor@.service"
 UNIT = "libra-supervisor@fake.service"
 
+SEEN_REPOSITORY = "/opt/libra-under-test"
+SEEN_PREFIX = "/opt/libra-python"
+"""Where the container has this checkout and its virtual environment, which may lie in a /tmp that
+the container and PrivateTmp hide."""
+
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 OVERRIDE = """
@@ -63,13 +68,15 @@ def overlay_of_root(work):
 
 
 def install(root, host):
-    python, path = sys.executable, f"{REPOSITORY}:{REPOSITORY}/supervisor"
+    python = f"{SEEN_PREFIX}/bin/{Path(sys.executable).name}"
+    children = f"{SEEN_REPOSITORY}/{CHILDREN.relative_to(REPOSITORY)}"
+    path = f"{SEEN_REPOSITORY}:{SEEN_REPOSITORY}/supervisor"
     (root / "etc/machine-id").unlink(missing_ok=True)
     units = root / "etc/systemd/system"
     (units / f"{UNIT_FILE.name}.d").mkdir(parents=True)
     shutil.copy(UNIT_FILE, units)
     shutil.copy(UNIT_FILE.with_name("libra.slice"), units)
-    values = {"python": python, "children": CHILDREN, "path": path, "unit": UNIT}
+    values = {"python": python, "children": children, "path": path, "unit": UNIT}
     (units / f"{UNIT_FILE.name}.d" / "test.conf").write_text(OVERRIDE.format(**values))
     (units / "driver.service").write_text(DRIVER.format(**values))
     (root / "etc/libra").mkdir()
@@ -85,7 +92,9 @@ def test_the_unit_under_a_real_systemd(tmp_path):
     with overlay_of_root(work) as root:
         install(root, host)
         argv = ["systemd-nspawn", "-q", "-D", str(root), "--register=no", "--keep-unit"]
-        argv += [f"--bind={host}:/host", "-b", "--console=pipe", "systemd.unit=driver.service"]
+        argv += [f"--bind={host}:/host", f"--bind-ro={REPOSITORY}:{SEEN_REPOSITORY}"]
+        argv += [f"--bind-ro={sys.prefix}:{SEEN_PREFIX}"]
+        argv += ["-b", "--console=pipe", "systemd.unit=driver.service"]
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=280
         )

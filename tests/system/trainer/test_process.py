@@ -12,7 +12,6 @@ import pytest
 from libra import clock
 from libra.ids import Incarnation, InstanceId, PolicyVersion, RunId
 from libra.storage.checkpoints import list_complete_checkpoints, read_rollout_state
-from libra.storage.finite import find_non_finite
 from libra.storage.manifests import read_manifest, verify_weights
 from libra.wire.instance import ReloadAck, ReloadRequest
 from libra.wire.rank import (
@@ -162,7 +161,7 @@ def test_exported_weights_are_complete_and_carry_the_tokenizer(first_life):
     directory = first_life["run_dir"] / "v000002"
     manifest, manifest_hash = read_manifest(directory)
     assert manifest_hash == first_life["exported"].manifest_hash
-    verify_weights(directory, manifest, find_non_finite=find_non_finite)
+    verify_weights(directory, manifest)
     assert manifest.policy_version == 2
     assert manifest.tied_embeddings
     names = {path.name for path in directory.iterdir()}

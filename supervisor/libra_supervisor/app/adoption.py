@@ -1,0 +1,84 @@
+"""After a crash of the control plane: which servers go on, and the end of everything else.
+
+A server is taken over when all of this holds: state.json has it; that very process runs (pid, start
+time, boot id) and carries the run's and the child's tag; the plan still has its place; it was
+started with what would be started today; its output still reaches a log. Then it has to answer with
+its incarnation (`app.engine.Engine.until_ready`). What falls short is ended before anything starts.
+"""
+
+from collections.abc import Mapping
+
+import anyio.to_thread
+
+from libra.ids import ChildId, RunId
+from libra.tracing.log import get_log
+from libra_supervisor.journal import ChildRecord, StateFile
+from libra_supervisor.process.identity import ProcessIdentity, is_running
+from libra_supervisor.process.kernel import Kernel, read_tag
+from libra_supervisor.process.lifecycle import Adoptee
+from libra_supervisor.process.logs import LogRelay
+from libra_supervisor.process.sweep import end_run
+from libra_supervisor.run_directory import RunDirectory
+
+_log = get_log()
+
+
+async def take_over(
+    directory: RunDirectory,
+    run_id: RunId,
+    *,
+    startable: Mapping[ChildId, Mapping[str, str]],
+    logs: LogRelay,
+    kernel: Kernel,
+) -> dict[ChildId, ChildRecord]:
+    """Choose the processes to adopt and end whatever else an earlier supervisor left.
+
+    `startable` has for every server of the plan the facts that an adopted one must share.
+    """
+    state = await anyio.to_thread.run_sync(StateFile(directory.state).load)
+    kept: dict[ChildId, ChildRecord] = {}
+    for record in () if state is None else state.children:
+        wanted = startable.get(record.child_id)
+        if wanted is None:
+            continue
+        hindrance = why_not(record, run_id, wanted, has_log=record.child_id in logs.children)
+        if hindrance is None:
+            kept[record.child_id] = record
+            _log.info("child_kept", child=record.child_id, pid=record.pid)
+        else:
+            _log.info("child_not_kept", child=record.child_id, pid=record.pid, why=hindrance)
+    identities = {child_id: identity_of(record) for child_id, record in kept.items()}
+    # What stays would hold memory, devices and ports that new children need.
+    for row in await end_run(run_id, kernel, kept=identities):
+        _log.warning("leftover_does_not_end", pid=row.pid, name=row.name)
+    logs.keep_only(frozenset(kept))
+    return kept
+
+
+def why_not(
+    record: ChildRecord, run_id: RunId, wanted: Mapping[str, str], *, has_log: bool
+) -> str | None:
+    """Why the process cannot be taken over; None when it can be."""
+    if not is_running(identity_of(record)):
+        return "it does not run any more"
+    if read_tag(record.pid) != (run_id, record.child_id):
+        return f"pid {record.pid} does not carry its tag"
+    changed = sorted(name for name, value in wanted.items() if record.facts.get(name) != value)
+    if changed:
+        return f"it was started with another {', '.join(changed)}"
+    if not has_log:
+        return "its output reaches no log: the log relay is gone too"
+    return None
+
+
+def identity_of(record: ChildRecord) -> ProcessIdentity:
+    return ProcessIdentity(record.pid, record.start_ticks, record.boot_id)
+
+
+def adoptee_of(record: ChildRecord) -> Adoptee:
+    return Adoptee(
+        identity=identity_of(record),
+        incarnation=record.incarnation,
+        was_ready=record.is_ready,
+        facts=record.facts,
+    )

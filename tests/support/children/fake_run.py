@@ -1,0 +1,32 @@
+"""`libra-supervisor` with every part of it real but vLLM and the trainer: small programs instead.
+
+fake_run.py VERB ARGUMENTS...
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from libra_supervisor.app import builder, engine
+from libra_supervisor.cli import main
+
+HERE = Path(__file__).parent
+server_spec = engine.server_spec
+
+
+def fake_server_spec(config, placement, **rest):
+    spec = server_spec(config, placement, **rest)
+    served = rest.get("served_directory")
+    argv = [sys.executable, str(HERE / "fake_server.py"), placement.host, str(placement.port)]
+    return msgspec.structs.replace(spec, argv=(*argv, *([served] if served else [])))
+
+
+engine.server_spec = fake_server_spec
+builder.GangSite = partial(
+    builder.GangSite,
+    launcher=(sys.executable, str(HERE / "fake_torchrun.py")),
+    program=(str(HERE / "fake_trainer.py"),),
+)
+sys.exit(main())

@@ -1,0 +1,73 @@
+"""A FakeVllm as a process of its own, in the place of `libra.serving.launch`.
+
+    fake_server.py HOST PORT [SERVED_DIRECTORY]
+
+It says a line every tenth of a second, so that a log that goes on can be told from one that ended.
+FAKE_SERVER is JSON: {"start_s": S} is how long the first process of the instance takes to answer,
+{"ignores_sigterm": true} makes it deaf.
+"""
+
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+
+from fake_vllm import FakeVllm
+from libra.storage.manifests import read_manifest
+from libra.wire.instance import (
+    INCARNATION_VARIABLE,
+    INSTANCE_ID_VARIABLE,
+    RUN_ID_VARIABLE,
+    TOKEN_FILE_VARIABLE,
+)
+
+host, port, *served = sys.argv[1:]
+switches = json.loads(os.environ.get("FAKE_SERVER", "{}"))
+
+
+def answer(prompt, body, version):
+    """Ids that every tokenizer of the tests has."""
+    return [20 + (len(prompt) + version + k) % 60 for k in range(body["max_tokens"])]
+
+
+async def main():
+    server = FakeVllm(
+        os.environ[INSTANCE_ID_VARIABLE],
+        token=Path(os.environ[TOKEN_FILE_VARIABLE]).read_text().strip(),
+        run_id=os.environ[RUN_ID_VARIABLE],
+        answer=answer,
+        host=host,
+    )
+    server.incarnation = os.environ[INCARNATION_VARIABLE]
+    server.port = int(port)
+    server.token_delay_s = 0.002
+    if served:
+        manifest, server.manifest_hash = read_manifest(Path(served[0]))
+        server.version = manifest.policy_version
+    await anyio.sleep(switches.get("start_s", 0.0))
+    await server._listen()
+    with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(chat, server)
+            async for _ in signals:
+                if not switches.get("ignores_sigterm"):
+                    break
+            tasks.cancel_scope.cancel()
+    await server.stop()
+
+
+async def chat(server):
+    count = 0
+    while True:
+        count += 1
+        # As logging does, it goes on when nobody reads what it says.
+        with suppress(BrokenPipeError):
+            print(f"line {count} of {server.incarnation}, v{server.version}", flush=True)
+        await anyio.sleep(0.1)
+
+
+anyio.run(main)

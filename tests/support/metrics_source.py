@@ -1,0 +1,90 @@
+"""The metrics page of a run that has trained, dropped something and knows its forecasts."""
+
+from random import Random
+
+from prometheus_client import CollectorRegistry
+
+from control_world import RandomWorld
+from libra.planner.search import plan
+from libra.wire.api import ChildStatus, StatusSnapshot
+from libra_supervisor.app.collector import RunCollector, registry_of
+from libra_supervisor.app.forecaster import Forecaster
+from libra_supervisor.instances.serving_meter import ServingMeter
+from libra_supervisor.loop.stall import StallMeter
+from libra_supervisor.records.calibration import empty_book
+from libra_supervisor.records.trackers import Tracker, Trackers
+from planner_cases import grp_config
+
+
+def _engine(name: str, **signals: float) -> ChildStatus:
+    nothing = {"num_queued": None, "kv_use_fraction": None, "signals_age_s": None}
+    return ChildStatus(
+        child=name,
+        role="rollout",
+        state="serving",
+        since_s=1.0,
+        pid=2,
+        num_restarts=0,
+        policy_version=1,
+        num_in_flight=3,
+        last_error="",
+        **{**nothing, **signals},
+    )
+
+
+STATUS = StatusSnapshot(
+    run_id="r",
+    run_directory="/r",
+    pid=1,
+    phase="training",
+    step=1,
+    total_steps=None,
+    policy_version=1,
+    waiting_for="",
+    reward_mean=None,
+    num_running=0,
+    num_buffered=0,
+    uptime_s=1.0,
+    eta_s=None,
+    plan="",
+    children=(
+        _engine("vllm-0", num_queued=4, kv_use_fraction=0.5, signals_age_s=2.0),
+        _engine("vllm-1"),
+    ),
+    oldest_wait="",
+)
+
+
+def _unopened():
+    raise AssertionError("no step was offered")
+
+
+def trained_collector() -> RunCollector:
+    world = RandomWorld()
+    world.failure_chance = 0.2
+    world.boot()
+    world.run(Random(0))
+    assert world.control.desk.dropped_by_reason
+    return collector_of(world)
+
+
+def collector_of(world: RandomWorld) -> RunCollector:
+    """The page of what `world` has seen, with forecasts of its steps."""
+    config = grp_config(planner={"initial_allocation_strategy": "configured"})
+    forecaster = Forecaster(
+        config,
+        plan(config).plan,
+        book=empty_book(config),
+        store=None,
+        meter=ServingMeter({}),
+    )
+    # A step in which no trajectory ended has no forecast of rollout.
+    for command in (written for written in world.written if written.finished):
+        forecaster(command)()
+    trackers = Trackers([Tracker("tensorboard", _unopened)])
+    trackers.close()
+    return RunCollector(world.control, lambda: STATUS, StallMeter(), forecaster, trackers)
+
+
+def trained_registry() -> CollectorRegistry:
+    return registry_of(trained_collector())

@@ -1,0 +1,36 @@
+import msgspec
+import pytest
+
+from libra.errors import ConfigError
+from libra.planner.applied import pinned_config, planned_config
+from libra.planner.plan import configured_plan
+from libra.planner.search import plan
+from planner_cases import grp_config
+
+
+def sizes(config):
+    return configured_plan(config).train, list(config.heterogeneous_rollout.instances)
+
+
+def test_a_resumed_run_keeps_its_layout_whatever_was_learned_since():
+    given = grp_config()
+    ran = planned_config(given, plan(given).plan)
+    again = pinned_config(given, ran)
+    assert sizes(again) == sizes(ran)
+    assert again.training.micro_batch_size == ran.training.micro_batch_size
+    assert again.global_resource_planner.initial_allocation_strategy == "configured"
+
+
+def test_a_configured_split_is_left_to_the_checks_of_resume():
+    given = grp_config(planner={"initial_allocation_strategy": "configured"})
+    assert pinned_config(given, grp_config(num_gpus=16)) is given
+
+
+def test_the_planner_s_budget_cannot_change_on_resume():
+    given = grp_config()
+    ran = planned_config(given, plan(given).plan)
+    more = msgspec.structs.replace(
+        given, rollout=msgspec.structs.replace(given.rollout, rollout_gpus=32)
+    )
+    with pytest.raises(ConfigError, match="is 56 and was 48"):
+        pinned_config(more, ran)
