@@ -132,7 +132,13 @@ def block_seconds(cost: InstanceCost, work: Workload, begin: int, end: int) -> f
         + cost.prompt_token_s * (work.prompts[end] - work.prompts[begin])
         + cost.prompt_square_s * (work.prompt_squares[end] - work.prompt_squares[begin])
     )
-    return max(gpu, cost.api_token_s * tokens)
+    # Where the API process keeps up with the engine it costs nothing; each sequence beyond those
+    # delays every step. After the crowd the longest requests go on at the engine's own pace.
+    step_s = cost.step_s + cost.weights_s
+    num_hidden = int(step_s / cost.api_token_s) if cost.api_token_s > 0 else end - begin
+    shown = sums[end] - sums[min(end, begin + num_hidden)]
+    api = step_s * max(longest, crowded_steps) + cost.api_token_s * shown
+    return max(gpu, api)
 
 
 def step_seconds(cost: InstanceCost, *, num_sequences: float, cached_tokens: float) -> float:

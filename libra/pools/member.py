@@ -62,6 +62,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """None: unknown."""
 
     is_drained_by_operator: bool = False
+    is_leaving: bool = False
+    """Its process is to be replaced; until it is gone nothing new is sent to it."""
+
     is_planned_restart: bool = False
     """A reload ended the process before this one, so the instance keeps its prompts."""
 

@@ -52,7 +52,11 @@ class RolloutPool:
         member = self._members[instance_id]
         if member.state is MemberState.RESTARTING:
             member = moved(member, MemberState.STARTING, now=now)
-        self._set(msgspec.structs.replace(member, incarnation=incarnation, version=None, since=now))
+        self._set(
+            msgspec.structs.replace(
+                member, incarnation=incarnation, version=None, since=now, is_leaving=False
+            )
+        )
 
     def on_answering(self, instance_id: InstanceId, *, now: float) -> None:
         """The process answers; which weights it holds still has to be shown."""
@@ -81,7 +85,7 @@ class RolloutPool:
             return False
         if version != committed:
             state = MemberState.STALE
-        elif member.is_drained_by_operator:
+        elif member.is_drained_by_operator or member.is_leaving:
             state = MemberState.DRAINING
         else:
             state = MemberState.SERVING
@@ -109,7 +113,10 @@ class RolloutPool:
     def on_exited(
         self, instance_id: InstanceId, error: str, *, now: float, is_planned: bool = False
     ) -> None:
-        """The process is gone. `is_planned`: to be replaced by one that starts from a version."""
+        """The process is gone. `is_planned`: to be replaced by one that starts from a version.
+
+        `error` is empty for an end that was asked for.
+        """
         member = self._members[instance_id]
         if member.state in (MemberState.RESTARTING, MemberState.GONE):
             return
@@ -120,8 +127,9 @@ class RolloutPool:
                 now=now,
                 version=None,
                 incarnation=None,
+                is_leaving=False,
                 is_planned_restart=is_planned,
-                last_error=error,
+                last_error=error or member.last_error,
                 num_restarts=member.num_restarts + 1,
             )
         )
@@ -146,8 +154,15 @@ class RolloutPool:
 
     def on_undrain_requested(self, instance_id: InstanceId, *, now: float) -> None:
         member = msgspec.structs.replace(self._members[instance_id], is_drained_by_operator=False)
-        if member.state is MemberState.DRAINING:
+        if member.state is MemberState.DRAINING and not member.is_leaving:
             member = moved(member, MemberState.SERVING, now=now)
+        self._set(member)
+
+    def on_replace_requested(self, instance_id: InstanceId, *, now: float) -> None:
+        """Its process will be drained, ended and replaced by another."""
+        member = msgspec.structs.replace(self._members[instance_id], is_leaving=True)
+        if member.state is MemberState.SERVING:
+            member = moved(member, MemberState.DRAINING, now=now)
         self._set(member)
 
     def _set(self, member: Member) -> None:

@@ -23,6 +23,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.broken = dict.fromkeys(self.ids, False)
         self.gone = dict.fromkeys(self.ids, False)
         self.drained = dict.fromkeys(self.ids, False)
+        self.leaving = dict.fromkeys(self.ids, False)
         self.committed = PolicyVersion(0)
         self.births = 0
 
@@ -36,6 +37,7 @@ class PoolMachine(RuleBasedStateMachine):
         if self.process[i] is None and not self.gone[i]:
             self.births += 1
             self.process[i] = Incarnation(f"p{self.births}")
+            self.leaving[i] = False
             self.pool.on_started(i, self.process[i], now=self.now)
 
     @rule(k=st.integers(0, 9))
@@ -93,7 +95,7 @@ class PoolMachine(RuleBasedStateMachine):
         if self.process[i] is None:
             return
         self.process[i], self.answers[i], self.version[i] = None, False, None
-        self.broken[i] = False
+        self.broken[i] = self.leaving[i] = False
         self.pool.on_exited(i, "died", now=self.now)
         if for_good:
             self.gone[i] = True
@@ -108,6 +110,14 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             self.pool.on_undrain_requested(i, now=self.now)
 
+    @rule(k=st.integers(0, 9))
+    def replace(self, k):
+        i = self.one(k)
+        if self.gone[i]:
+            return
+        self.leaving[i] = True
+        self.pool.on_replace_requested(i, now=self.now)
+
     @invariant()
     def only_a_live_confirmed_instance_serves(self):
         if not hasattr(self, "pool"):
@@ -117,6 +127,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.version[i] == self.committed
             assert not self.broken[i]
             assert not self.drained[i]
+            assert not self.leaving[i]
 
     @invariant()
     def gpus_are_counted_once(self):

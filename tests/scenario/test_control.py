@@ -10,7 +10,9 @@ from libra.ids import ChildId, Incarnation, InstanceId
 from libra.pools.member import MemberState
 from libra.wire.rank import AcksJudged
 from libra_supervisor import events
+from libra_supervisor.loop import commands
 from libra_supervisor.loop.cycle import Phase
+from libra_supervisor.loop.moment import Moment
 
 A, B = InstanceId("vllm-0"), InstanceId("vllm-1")
 
@@ -379,6 +381,39 @@ def test_a_run_over_a_fixed_number_of_epochs_ends_when_no_batch_can_be_filled():
     assert len(world.trained) == 5
 
 
+@given(seed=st.integers(0, 2**32), chance=st.floats(0.0, 0.2))
+@settings(max_examples=60, deadline=None)
+def test_an_operator_may_restart_an_engine_at_any_moment(seed, chance):
+    rng = Random(seed)
+    world = started(total_steps=4)
+    num_asked = 0
+    while world.step(rng):
+        if world.ended is None and rng.random() < chance and num_asked < 20:
+            num_asked += 1
+            births = world.processes[A].incarnation
+            world.post(events.RestartRequested(A))
+            assert world.processes[A].incarnation != births
+            assert A not in world.routes
+    assert world.ended is not None, world.control.cycle.phase
+    assert world.ended.exit_code == 0
+    assert [step for _, step, _ in world.trained] == [1, 2, 3, 4]
+    assert world.control.pool[A].num_restarts == num_asked, "one new process each time"
+    assert world.control.pool[B].num_restarts == 0
+
+
+def test_a_reload_that_is_on_its_way_does_not_wait_for_an_engine_that_is_restarted():
+    rng = Random(1)
+    world = started(total_steps=3)
+    run_until(world, rng, lambda w: w.control.publication.waiting_for == (A, B))
+    # Not through the world, which would end the process before anything else happens.
+    done = world.control.on_event(events.RestartRequested(A), Moment(world.now, 1))
+    assert commands.ReplaceInstance(A, "the operator asked for it") in done
+    assert world.control.publication.waiting_for == (B,)
+    assert world.control.pool[A].last_error == ""
+    run_until(world, rng, lambda w: w.control.publication.committed is not None)
+    assert A not in world.routes
+
+
 def test_an_engine_given_up_below_the_minimum_ends_the_run_with_its_first_cause():
     world = started(min_rollout_gpus=2)
     gave_up = events.ChildGaveUp(
@@ -498,6 +533,21 @@ def test_a_version_that_fails_everywhere_three_times_ends_the_run():
 
 def reload_answers(world: RandomWorld) -> list[events.ReloadAnswered]:
     return [e for e in world.pending if isinstance(e, events.ReloadAnswered)]
+
+
+def test_a_drained_engine_is_unrouted_at_once_and_routed_to_again_when_undrained():
+    rng = Random(3)
+    world = started(total_steps=3)
+    run_until(world, rng, lambda w: A in w.routes)
+    world.post(events.DrainRequested(A, drain=True))
+    assert A not in world.routes
+    world.post(events.DrainRequested(A, drain=False))
+    assert world.routes[A] == world.control.publication.committed
+    world.post(events.DrainRequested(A, drain=True))
+    world.run(rng)
+    assert world.ended.exit_code == 0
+    assert A not in world.routes, "reloads do not bring it back"
+    assert world.processes[A].version == 3
 
 
 def is_reload_answer(event: object) -> bool:

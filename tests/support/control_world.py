@@ -346,6 +346,8 @@ class World:
             case commands.Unroute(instance_id, _):
                 self.routes.pop(instance_id, None)
             case commands.ReplaceInstance(instance_id, _):
+                is_coming = any(isinstance(it, _Replace) for it in self.pending)
+                assert instance_id in self.processes or is_coming, "its process is gone already"
                 self.kill_process(instance_id)
             case commands.StartGroup(group):
                 self.open_groups[group.group_id] = group

@@ -64,14 +64,16 @@ class FakeRun:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *arguments: str) -> None:
-        argv = ["run", str(self.config), "--run-dir", str(self.run_dir), *arguments]
+        argv = [sys.executable, str(CHILDREN / "fake_run.py"), "run", str(self.config)]
+        argv += ["--run-dir", str(self.run_dir), *arguments]
         with self.out.open("ab") as out:
             self.process = subprocess.Popen(
-                self.argv(*argv), env=self.env, stdout=out, stderr=out, cwd=self.run_dir.parent
+                argv, env=self.env, stdout=out, stderr=out, cwd=self.run_dir.parent
             )
 
     def argv(self, *arguments: str) -> list[str]:
-        return [sys.executable, str(CHILDREN / "fake_run.py"), *arguments]
+        """The command line itself: what is faked concerns the verb run alone."""
+        return [sys.executable, "-m", "libra_supervisor.cli", *arguments]
 
     def call(self, verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A verb of the command line on this run."""

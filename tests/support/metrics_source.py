@@ -59,17 +59,18 @@ def _unopened():
     raise AssertionError("no step was offered")
 
 
-def trained_collector() -> RunCollector:
+def _trained_world() -> RandomWorld:
     world = RandomWorld()
     world.failure_chance = 0.2
     world.boot()
     world.run(Random(0))
     assert world.control.desk.dropped_by_reason
-    return collector_of(world)
+    return world
 
 
-def collector_of(world: RandomWorld) -> RunCollector:
-    """The page of what `world` has seen, with forecasts of its steps."""
+def trained_collector(world: RandomWorld | None = None) -> RunCollector:
+    """Of `world`, whose run is over; of one that dropped something when none is given."""
+    world = world or _trained_world()
     config = grp_config(planner={"initial_allocation_strategy": "configured"})
     forecaster = Forecaster(
         config,

@@ -9,18 +9,18 @@ import yaml
 from prometheus_client import generate_latest
 
 from control_world import RandomWorld
-from metrics_source import collector_of, trained_collector, trained_registry
+from metrics_source import trained_collector, trained_registry
 
 MONITORING = Path(__file__).resolve().parents[2] / "configs" / "monitoring"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
 METRIC = re.compile(r"\blibra_[a-z0-9_]+")
 
 
-def collected(collector=None):
+def collected(world=None):
     """The page reads the event loop's clock, as it is read inside one."""
 
     async def collect():
-        return list((collector or trained_collector()).collect())
+        return list(trained_collector(world).collect())
 
     return anyio.run(collect)
 
@@ -42,7 +42,7 @@ def test_reloads_are_counted_by_outcome_and_measured_by_part():
     world.run(rng)
     values = {
         (sample.name, *sample.labels.values()): sample.value
-        for family in collected(collector_of(world))
+        for family in collected(world)
         for sample in family.samples
     }
     assert values["libra_reload_batches_total", "committed"] == 4

@@ -84,3 +84,18 @@ def test_one_that_is_suspected_before_it_answers_goes_on_starting():
     pool.on_started(A, FIRST, now=1.0)
     pool.on_suspected(A, "not ready within 900 s", now=901.0)
     assert pool[A].state is MemberState.STARTING
+
+
+def test_an_instance_that_is_to_be_replaced_serves_again_only_with_its_next_process():
+    pool = serving_pool()
+    pool.on_replace_requested(A, now=4.0)
+    assert pool[A].state is MemberState.DRAINING
+    pool.on_undrain_requested(A, now=5.0)
+    assert pool[A].state is MemberState.DRAINING
+    pool.on_reload_begun(A, now=5.0)
+    assert not pool.on_version_confirmed(A, FIRST, V7, committed=V7, now=6.0)
+    pool.on_exited(A, "", now=7.0)
+    pool.on_started(A, SECOND, now=8.0)
+    pool.on_answering(A, now=9.0)
+    assert pool.on_version_confirmed(A, SECOND, V7, committed=V7, now=10.0)
+    assert pool[A].last_error == "", "an end that was asked for is no error"

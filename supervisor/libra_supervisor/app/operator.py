@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from libra import clock
 from libra.ids import InstanceId, PolicyVersion, PromptId, RequestId, RunId
+from libra.pools.member import MemberState
 from libra.scheduling.explanation import InstanceView
 from libra.scheduling.request import RouteRequest
 from libra.scheduling.scheduler import Scheduler
@@ -138,6 +139,12 @@ class Operator:
             known = ", ".join(self._engine_ids())
             return VerbReply(ok=False, message=f"no engine {target!r}; there are {known}")
         instance_id = InstanceId(target)
+        if self._control.pool[instance_id].state is MemberState.GONE:
+            return VerbReply(
+                ok=False,
+                message=f"{target} was given up and stays down until the run is resumed: "
+                f"{self._control.pool[instance_id].last_error}",
+            )
         if verb == "restart":
             await self._inbox.post(RestartRequested(instance_id))
         else:

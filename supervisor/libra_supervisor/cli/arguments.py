@@ -59,6 +59,12 @@ def _add_inspection(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]"
     _add_json(validate)
     plan = verbs.add_parser("plan", help="show how the devices would be split")
     _add_config(plan)
+    plan.add_argument(
+        "--lengths-of",
+        type=Path,
+        metavar="RUN_DIR",
+        help="plan for the lengths of that run's newest trajectories, not for the assumed ones",
+    )
     _add_json(plan)
     _add_simulate(verbs)
     doctor = verbs.add_parser("doctor", help="check this machine, with what to do")

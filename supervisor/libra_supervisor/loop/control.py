@@ -144,7 +144,8 @@ class Control:
                 return self._on_instance_suspected(instance_id, event, at)
             case events.ChildExited():
                 is_planned = self.publication.is_replacing(instance_id, event.incarnation)
-                self.pool.on_exited(instance_id, event.reason, now=at.now, is_planned=is_planned)
+                error = "" if event.asked_for else event.reason
+                self.pool.on_exited(instance_id, error, now=at.now, is_planned=is_planned)
                 lost = self.publication.on_lost(instance_id, event.incarnation, at=at)
                 return (commands.Unroute(instance_id), *lost)
             case events.ChildGaveUp():
@@ -404,8 +405,10 @@ class Control:
                 return self._on_drain(instance_id, drain=drain, at=at)
             case events.RestartRequested(instance_id):
                 reason = "the operator asked for it"
+                self.pool.on_replace_requested(instance_id, now=at.now)
                 return (
                     commands.Unroute(instance_id, is_draining=True),
+                    *self.publication.on_leaving(instance_id, at=at),
                     commands.ReplaceInstance(instance_id, reason),
                 )
             case events.ReloadRequested():

@@ -182,6 +182,12 @@ class Publication:
         commands = self._open.batch.on_lost(instance_id, incarnation, now=at.now)
         return self._apply(commands, at=at)
 
+    def on_leaving(self, instance_id: InstanceId, *, at: Moment) -> tuple[Command, ...]:
+        """Its process is about to be replaced on purpose: nobody waits for its ACK."""
+        if self._open is None:
+            return ()
+        return self._apply(self._open.batch.on_left(instance_id, now=at.now), at=at)
+
     def on_judged(self, verdict: AcksJudged, *, at: Moment) -> tuple[Command, ...]:
         if self._open is None or self._open.is_catch_up:
             return ()
@@ -341,7 +347,10 @@ class Publication:
         done: list[Command] = [Unroute(instance_id)]
         if open_batch is not None:
             open_batch.quarantined[instance_id] = reason
-        if incarnation is not None and _may_be_rescued(open_batch, instance_id):
+        if incarnation is None:
+            # Its process is gone and will be followed by another; to ask would end that one.
+            return tuple(done)
+        if _may_be_rescued(open_batch, instance_id):
             self._to_rescue[instance_id] = incarnation
             fields: dict[str, object] = {"instance": instance_id, "why": reason}
             return (*done, Say("reload_tried_again_later", fields, is_warning=True))
@@ -393,7 +402,7 @@ class Publication:
         return [
             Member(m.instance_id, m.incarnation, NodeRank(0), m.num_gpus)
             for m in members
-            if m.incarnation is not None
+            if m.incarnation is not None and not m.is_leaving
         ]
 
 

@@ -1,6 +1,6 @@
 """A trainer rank that trains nothing: it publishes, judges and saves as the real one does.
 
-FAKE_STEP_S is how long a step takes.
+FAKE_STEP_S is how long a step takes. ACKs are judged beside it, as by the real one.
 """
 
 import os
@@ -8,6 +8,8 @@ import socket
 import sys
 import time
 from pathlib import Path
+from queue import Queue
+from threading import Lock, Thread
 
 import msgspec
 
@@ -32,6 +34,7 @@ from libra.wire.rank import (
     JudgeAcks,
     ModelReady,
     RankCommand,
+    SaveBegun,
     SaveCheckpoint,
     Shutdown,
     StepTrained,
@@ -45,6 +48,7 @@ mark_output(int(os.environ["RANK"]))
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 attempt = int(os.environ["LIBRA_ATTEMPT"])
 restored = Path(sys.argv[sys.argv.index("--restore") + 1]) if "--restore" in sys.argv else None
+work, saying = Queue(), Lock()
 connection = socket.socket(socket.AF_UNIX)
 connection.connect(os.environ["LIBRA_CONTROL"])
 METRICS = TrainMetrics(
@@ -65,7 +69,8 @@ METRICS = TrainMetrics(
 
 
 def say(event):
-    connection.sendall(encode_frame(msgspec.msgpack.encode(event)))
+    with saying:
+        connection.sendall(encode_frame(msgspec.msgpack.encode(event)))
 
 
 def export(command: ExportWeights):
@@ -87,6 +92,9 @@ def judge(command: JudgeAcks) -> AcksJudged:
 
 
 def save(command: SaveCheckpoint):
+    say(SaveBegun(rank, command.step))
+    if rank:
+        return
     final = Path(command.directory)
     partial = final.with_name(f".{final.name}")
     partial.mkdir()
@@ -122,20 +130,28 @@ def obey(command):
             say(StepTrained(rank, step, METRICS if rank == 0 else None))
         case ExportWeights() if rank == 0:
             export(command)
-        case JudgeAcks():
-            say(judge(command))
-        case SaveCheckpoint() if rank == 0:
+        case SaveCheckpoint():
             save(command)
         case Shutdown():
-            sys.exit(0)
+            os._exit(0)
+
+
+def obey_all():
+    while True:
+        obey(work.get())
 
 
 start_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
 run_id = os.environ["LIBRA_RUN_ID"]
 say(Hello(run_id, attempt, rank, world, rank, rank, 0, 0, 0, 0, os.getpid(), start_ticks))
 say(ModelReady(rank, 0 if restored is None else int(restored.name[5:]), 1000, 0.1))
+Thread(target=obey_all, daemon=True).start()
 decoder = FrameDecoder()
 while data := connection.recv(1 << 20):
     for frame in decoder.feed(data):
-        obey(msgspec.msgpack.decode(frame, type=RankCommand))
-sys.exit(1)
+        command = msgspec.msgpack.decode(frame, type=RankCommand)
+        if isinstance(command, JudgeAcks):
+            say(judge(command))
+        else:
+            work.put(command)
+os._exit(1)

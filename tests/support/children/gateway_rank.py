@@ -38,7 +38,7 @@ class GatewayRank:
             metrics_poll_interval_s=1.0,
             prefix_affinity=True,
             shared_load_dir=directory,
-            shared_load_ttl_s=2.0,
+            shared_load_ttl_s=8.0,
             shared_load_heartbeat_s=0.3,
             shared_load_cache_ttl_s=0.1,
         )
