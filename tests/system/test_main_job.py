@@ -25,11 +25,17 @@ NUM_STEPS = 60
 class Job:
     """One `libra-supervisor run` as a child of this test."""
 
-    def __init__(self, run_dir: Path, quickstart: Path, *arguments: str) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        quickstart: Path,
+        *arguments: str,
+        verb: tuple[str | Path, ...] = ("run",),
+    ) -> None:
         self.run_dir = run_dir
         self.log = run_dir.with_suffix(".out")
         command = [
-            *(sys.executable, "-m", "libra_supervisor.cli", "run"),
+            *(sys.executable, "-m", "libra_supervisor.cli", *verb),
             *(str(ROOT / "configs/quickstart.yaml"), "--run-dir", str(run_dir)),
             *("-o", f"model_path={quickstart / 'model'}"),
             *("-o", f"train_data={quickstart / 'train.jsonl'}"),
@@ -374,6 +380,42 @@ def test_the_fsdp_backend_does_the_whole_job_and_resumes_it(tmp_path, quickstart
     ]
     assert names[0] == names[1]
     assert tagged_processes(run_dir) == []
+
+
+@pytest.mark.long
+def test_a_checkpoint_is_exported_evaluated_and_forked(tmp_path, quickstart):
+    first = Job(tmp_path / "first", quickstart, "-o", "total_steps=2")
+    evaluated = forked = first
+    try:
+        assert first.wait(900) == 0, first.said()
+        checkpoint = first.run_dir / "checkpoints/step_000002"
+        export = [sys.executable, "-m", "libra_supervisor.cli", "export"]
+        subprocess.run([*export, checkpoint, tmp_path / "out"], check=True, cwd=tmp_path)
+        evaluation = ("-o", f"eval_data={quickstart / 'eval.jsonl'}", "-o", "eval_samples=2")
+        evaluated = Job(tmp_path / "eval", quickstart, *evaluation, verb=("eval", checkpoint))
+        assert evaluated.wait(900) == 0, evaluated.said()
+        # Other data order and groups than the checkpoint's run.
+        options = ("-o", "total_steps=3", "-o", "seed=9", "-o", "n_samples=4")
+        forked = Job(tmp_path / "fork", quickstart, *options, verb=("fork", checkpoint))
+        assert forked.wait(900) == 0, forked.said()
+    finally:
+        for job in (first, evaluated, forked):
+            if job.process.poll() is None:
+                job.kill()
+    published = first.run_dir / "weights/v000002"
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (published / name).read_bytes()
+    (line,) = read_lines(evaluated.run_dir / "evaluations.jsonl")
+    assert line["policy_version"] == 2
+    assert line["summary"]["num_trajectories"] == 2 * line["summary"]["num_rows"]
+    assert "v2: avg@2 " in evaluated.said()
+    assert evaluated.steps() == []
+    assert [step["step"] for step in forked.steps()] == [3]
+    # A checkpoint's version is published first: engine and trainer agree on it.
+    assert [r["policy_version"] for r in read_lines(forked.run_dir / "reloads.jsonl")] == [2, 3]
+    assert forked.steps()[0]["staleness_max"] == 0
+    assert forked.steps()[0]["kl_mismatch"] < 1e-3
+    assert tagged_processes(forked.run_dir) == []
 
 
 @pytest.mark.long
