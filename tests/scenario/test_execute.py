@@ -74,6 +74,7 @@ async def test_a_batch_is_sent_after_the_checkpoint_that_was_asked_for_before_it
         ranks=ranks,
         engines=nobody,
         rollouts=nobody,
+        evaluations=nobody,
         routing=nobody,
         records=nobody,
         judge=nobody,

@@ -59,6 +59,9 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
     ranks: Ranks
     engines: Engines
     rollouts: Rollouts
+    evaluations: Rollouts
+    """The same for the evaluation's data."""
+
     routing: Routing
     records: RecordsWriter
     judge: Judge
@@ -138,6 +141,13 @@ class Executor:
                 ports.rollouts.cancel(group_id)
             case commands.CancelAllGroups(reason):
                 ports.rollouts.cancel_all(reason)
+                ports.evaluations.cancel_all(reason)
+            case commands.StartEvaluated(group):
+                ports.evaluations.start(group)
+            case commands.CancelEvaluated(group_id):
+                ports.evaluations.cancel(group_id)
+            case commands.WriteEvaluation(record, trajectories):
+                self._write(ports.records.write_evaluation, record, trajectories)
             case commands.WriteStep():
                 # What the engines did in the step is read off here, the rest is done in a thread.
                 self._write(self._write_step, command, ports.judge(command))
