@@ -15,6 +15,7 @@ from libra_supervisor.app.launch import RunRequest, choose_directory, plan_in_wo
 from libra_supervisor.app.prompts import open_prompts
 from libra_supervisor.app.run import run_to_end
 from libra_supervisor.display.console import display_on
+from libra_supervisor.notify import Notifier, start_extended
 from libra_supervisor.run_directory import RunDirectory, held
 from libra_supervisor.validate.names import shipped_names
 
@@ -40,8 +41,12 @@ def run(options: Namespace) -> int:
     with _made(directory), held(directory), display_on(sys.stderr) as display:
         event_log = set_up_logging(directory.control_log, show=display.log, level=options.log_level)
         try:
-            launch = prepare(request, directory, writes=True)
-            prompts = open_prompts(launch.config)
+            # Planning a large site or tokenising a large data set takes minutes.
+            start_timeout_s = loaded.config.supervision.start_timeout_s
+            notifier = Notifier.from_environment(environ)
+            with start_extended(notifier, at_most_s=start_timeout_s):
+                launch = prepare(request, directory, writes=True)
+                prompts = open_prompts(launch.config)
             sys.stderr.write(f"run directory {directory.root}\n")
             outcome = anyio.run(
                 run_to_end, launch, prompts, display, backend_options={"use_uvloop": True}
