@@ -60,9 +60,9 @@ def executor_in(directory, tasks, *, ranks=None, post=None) -> Executor:
     )
     ports = Ports(
         ranks=ranks,
+        engines=nobody,
         rollouts=nobody,
         evaluations=nobody,
-        rollouts=nobody,
         routing=nobody,
         records=nobody,
         judge=nobody,
