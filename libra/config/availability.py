@@ -48,7 +48,6 @@ PLANNER: Final = "global_resource_planner"
 ROLLOUT: Final = "heterogeneous_rollout"
 
 NOT_YET: Final = (
-    Gap("eval_data", "evaluation during training is not built"),
     Gap("rollout_weight_sync_mode", "native weight transfer is not built", _is("nccl")),
     *_gaps(
         PLANNER,

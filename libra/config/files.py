@@ -81,9 +81,10 @@ def check_model(config: RunConfig, found: ModelArchConfig, files: Files) -> tupl
 
 def check_paths(config: RunConfig, files: Files) -> tuple[Problem, ...]:
     """Problems of the paths other than the model's."""
+    eval_data = config.data.eval_data
     problems = [
         *_check_data("train_data", config.data.train_data, files),
-        *(_check_data("eval_data", config.data.eval_data, files) if config.data.eval_data else ()),
+        *(_check_data("eval_data", eval_data, files) if eval_data else ()),
     ]
     token = config.api.api_token_file
     if token and files.kind_of(Path(token)) != "file":

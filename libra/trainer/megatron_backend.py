@@ -117,6 +117,9 @@ class MegatronBackend:
             has_distributed_optimizer=self.has_distributed_optimizer,
         )
 
+    def restore_weights(self, directory: Path) -> None:
+        megatron_checkpoint.restore_weights(self.model, directory)
+
 
 def arrange(config: RunConfig, world: World, layout: Layout | None = None) -> Arrangement:
     """Choose how sequences are laid out on this rank.

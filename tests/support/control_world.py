@@ -23,6 +23,7 @@ from libra.ids import (
 )
 from libra.pools.pool import RolloutPool
 from libra.rollouts.accounts import BufferLimits
+from libra.rollouts.evaluation import EvaluationTerms, is_evaluated
 from libra.rollouts.group import AdmittedGroup, PromptRef
 from libra.rollouts.trajectory import SampleFailed, Trajectory
 from libra.weights.judge import judge_acks
@@ -38,6 +39,7 @@ from libra.wire.rank import (
 from libra_supervisor import events
 from libra_supervisor.loop import commands, cycle
 from libra_supervisor.loop.control import Control, Policy
+from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.publication import Publication, Terms
 from libra_supervisor.loop.rollout_desk import RolloutDesk
@@ -111,6 +113,8 @@ class World:
         num_instances: int = 2,
         min_rollout_gpus: int = 1,
         epochs: int | None = None,
+        eval_rows: int = 0,
+        eval_interval: int = 1,
         reload_method: ReloadMethod = "inplace",
         num_probes: int = 0,
         probe_error_of: Callable[[InstanceId], float] = lambda _: 0.0,
@@ -127,6 +131,7 @@ class World:
         """(attempt, step, worst staleness) of every batch sent to the ranks."""
 
         self.written: list[commands.WriteStep] = []
+        self.evaluated: list[commands.WriteEvaluation] = []
         self.reloads: list[commands.WriteReload] = []
         self.said: list[commands.Say] = []
         self.answers_as: dict[InstanceId, Incarnation] = {}
@@ -183,11 +188,21 @@ class World:
                     total_steps=total_steps,
                     sync_interval=sync_interval,
                     save_interval=save_interval,
+                    eval_interval=eval_interval if eval_rows else None,
                 )
             ),
             pool=pool,
             desk=RolloutDesk(limits, ListCursor(epochs=epochs)),
             publication=Publication(terms, pool),
+            evaluator=Evaluator(
+                EvaluationTerms(
+                    rows=tuple(range(eval_rows)),
+                    num_samples=2,
+                    max_concurrent=3,
+                    max_attempts=3,
+                    pass_reward=1.0,
+                )
+            ),
             policy=Policy(
                 min_rollout_gpus=min_rollout_gpus,
                 publishes=sync_interval > 0,
@@ -347,6 +362,14 @@ class World:
                 self._drop_samples({group_id})
             case commands.CancelAllGroups():
                 self._drop_samples(set(self.open_groups))
+            case commands.StartEvaluated(group):
+                self.open_groups[group.group_id] = group
+                self.pending.append(events.SampleStarted(group.group_id, 0))
+                self._sample(group, 0)
+            case commands.CancelEvaluated(group_id):
+                self._drop_samples({group_id})
+            case commands.WriteEvaluation():
+                self.evaluated.append(command)
             case commands.WriteStep():
                 self.written.append(command)
             case commands.WriteReload(record):
@@ -553,6 +576,9 @@ class RandomWorld(World):
     is_disk_stuck = False
     """Checkpoints are begun and do not get done."""
 
+    is_evaluation_stuck = False
+    """Answers for evaluations do not come."""
+
     @staticmethod
     def is_held(event: object) -> bool:
         """Replace it to keep events of a kind from happening."""
@@ -589,6 +615,8 @@ class RandomWorld(World):
             return False
         if not isinstance(event, _Generate):
             return True
+        if self.is_evaluation_stuck and is_evaluated(event.group_id):
+            return False
         has_started = not any(
             isinstance(e, events.SampleStarted)
             and (e.group_id, e.sample_index) == (event.group.group_id, event.index)

@@ -160,3 +160,6 @@ class FsdpBackend:
 
     def restore(self, directory: Path) -> None:
         checkpoint.restore(checkpoint.state_of(self.model, self.optimizer), directory)
+
+    def restore_weights(self, directory: Path) -> None:
+        checkpoint.restore(checkpoint.weights_of(self.model), directory)

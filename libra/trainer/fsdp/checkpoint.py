@@ -46,12 +46,15 @@ class StagedState:
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Everything that a step changes, sharing memory with model and optimizer."""
-    state = {}
+    state = weights_of(model)
     for name, parameter in model.named_parameters():
-        state[f"model.{name}"] = parameter.detach()
         for kind in OF_OPTIMIZER:
             state[f"{kind}.{name}"] = optimizer.state[parameter][kind]
     return state
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {f"model.{name}": p.detach() for name, p in model.named_parameters()}
 
 
 def restore(tensors: dict[str, torch.Tensor], directory: Path) -> None:

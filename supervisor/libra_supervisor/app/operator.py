@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -223,7 +224,20 @@ def waiting_for(control: Control) -> str:
         parts.append(f"engines load v{cycle.publishing}: {_loading(control)}")
     if cycle.saving_step is not None and cycle.phase is not Phase.SAVING:
         parts.append(f"the checkpoint of step {cycle.saving_step} is being written")
+    if (progress := control.evaluator.progress) is not None:
+        num_ended, total = progress
+        parts.append(f"{num_ended} of {total} trajectories are evaluated")
     return "; ".join(parts)
+
+
+_WAITS: Final = {
+    Phase.EXPORTING: "engines wait for the trainer to write weights",
+    Phase.COLLECTING: "the trainer waits for rollouts",
+    Phase.TRAINING: "rollouts go on while the trainer trains",
+    Phase.SAVING: "the trainer writes a checkpoint",
+    Phase.EVALUATING: "the trainer waits for the evaluation of the version before",
+    Phase.STOPPED: "stopping",
+}
 
 
 def _of_trainer(control: Control) -> str:
@@ -233,18 +247,10 @@ def _of_trainer(control: Control) -> str:
             answering = set(control.pool.answering_ids)
             parts += [m.instance_id for m in control.pool.members if m.instance_id not in answering]
             return f"waiting for {', '.join(parts) or 'nothing'} to come up"
-        case Phase.EXPORTING:
-            return "engines wait for the trainer to write weights"
         case Phase.SETTLING:
             return f"the trainer waits for weight reloads: {_loading(control)}"
-        case Phase.COLLECTING:
-            return "the trainer waits for rollouts"
-        case Phase.TRAINING:
-            return "rollouts go on while the trainer trains"
-        case Phase.SAVING:
-            return "the trainer writes a checkpoint"
-        case Phase.STOPPED:
-            return "stopping"
+        case phase:
+            return _WAITS[phase]
 
 
 def _loading(control: Control) -> str:

@@ -227,7 +227,10 @@ class Run:
     ) -> None:
         """Until the end of the loop; rollouts and effects end here."""
         pool = builder.reward_pool()
-        runner = builder.runner(fleet, pool)
+        runner = builder.runner(self._prompts.dataset, fleet, pool)
+        # Without data for evaluations nothing is ever started on it.
+        evaluated = self._prompts.evaluated or self._prompts.dataset
+        evaluations = builder.runner(evaluated, fleet, pool)
         mail = RankMail(gang)
         async with anyio.create_task_group() as work:
             executor = Executor(
@@ -236,6 +239,7 @@ class Run:
                     ranks=mail,
                     engines=fleet,
                     rollouts=runner,
+                    evaluations=evaluations,
                     routing=SchedulerRouting(self._scheduler, fleet),
                     records=RecordsWriter(self._launch.directory, self._trackers),
                     judge=forecaster,
@@ -245,7 +249,14 @@ class Run:
                 post=self.inbox.post,
                 end=self._end,
             )
-            for task in (pool.run, runner.run, mail.run, builder.room.run, self._say_notices):
+            for task in (
+                pool.run,
+                runner.run,
+                evaluations.run,
+                mail.run,
+                builder.room.run,
+                self._say_notices,
+            ):
                 work.start_soon(task)
             if (exchange := builder.load_exchange()) is not None:
                 work.start_soon(exchange.run)
@@ -258,6 +269,7 @@ class Run:
             )
             self._scheduler.stop_admitting()
             runner.cancel_all("the run is over")
+            evaluations.cancel_all("the run is over")
             await executor.until_written()
             work.cancel_scope.cancel()
 

@@ -8,9 +8,10 @@ from typing import assert_never
 import msgspec
 
 from libra.errors import InfeasiblePlanError
-from libra.ids import InstanceId, PolicyVersion
+from libra.ids import GroupId, InstanceId, PolicyVersion
 from libra.pools.member import MemberState
 from libra.pools.pool import RolloutPool
+from libra.rollouts.evaluation import is_evaluated
 from libra.wire.rank import (
     AcksJudged,
     CheckpointSaved,
@@ -28,6 +29,7 @@ from libra_supervisor import events
 from libra_supervisor.loop import commands, cycle
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.cycle import Cycle, Phase
+from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.probe_gate import ProbeGate
 from libra_supervisor.loop.publication import Publication
@@ -59,12 +61,14 @@ class Control:
         pool: RolloutPool,
         desk: RolloutDesk,
         publication: Publication,
+        evaluator: Evaluator,
         policy: Policy,
     ) -> None:
         self.cycle = cycle_machine
         self.pool = pool
         self.desk = desk
         self.publication = publication
+        self.evaluator = evaluator
         self.book = StepBook()
         self.attempt = 0
         self.attempts_before = 0
@@ -218,6 +222,7 @@ class Control:
         self.book.discard()
         unrouted = tuple(commands.Unroute(i) for i in self.pool.answering_ids)
         self.pool.on_rewound(now=at.now)
+        self.evaluator.drop()
         cancelled_batch = self.publication.on_rewound(at=at)
         said = commands.Say("gang_lost", {"attempt": event.attempt, "why": event.reason}, True)
         cancelled = commands.CancelAllGroups(event.reason)
@@ -346,6 +351,8 @@ class Control:
         | events.SampleGaveUp,
         at: Moment,
     ) -> tuple[Command, ...]:
+        if is_evaluated(_group_of(event)):
+            return self._on_evaluated_sample(event, at)
         match event:
             case events.SampleStarted(group_id, sample_index):
                 self.book.rollouts.on_started((group_id, sample_index), now=at.now)
@@ -360,6 +367,25 @@ class Control:
             case events.SampleGaveUp(group_id, sample_index, failure):
                 self.book.rollouts.on_ended((group_id, sample_index), now=at.now)
                 return self.desk.on_failed(group_id, sample_index, failure)
+            case _:
+                assert_never(event)
+
+    def _on_evaluated_sample(
+        self,
+        event: events.SampleStarted
+        | events.SampleProgressed
+        | events.SampleFinished
+        | events.SampleGaveUp,
+        at: Moment,
+    ) -> tuple[Command, ...]:
+        attempt = self.attempts_before + self.attempt
+        match event:
+            case events.SampleStarted() | events.SampleProgressed():
+                return ()
+            case events.SampleFinished(trajectory):
+                return self.evaluator.on_finished(trajectory, attempt=attempt, at=at)
+            case events.SampleGaveUp(group_id, _, failure):
+                return self.evaluator.on_failed(group_id, failure, attempt=attempt, at=at)
             case _:
                 assert_never(event)
 
@@ -426,6 +452,7 @@ class Control:
             *self._begin_when_ready(at),
             *self.publication.retry(at),
             *self._finish_publication(at),
+            *self._finish_evaluation(at),
             *self.publication.catch_up(at=at),
             *self._take_batch(at),
             *self._admit(at),
@@ -451,6 +478,13 @@ class Control:
         self.publication.just_committed = None
         self.book.on_reloaded(at)
         return self._follow(self.cycle.on_settled(version, now=at.now), at)
+
+    def _finish_evaluation(self, at: Moment) -> tuple[Command, ...]:
+        version = self.evaluator.just_done
+        if version is None:
+            return ()
+        self.evaluator.just_done = None
+        return self._follow(self.cycle.on_evaluated(version, now=at.now), at)
 
     def _take_batch(self, at: Moment) -> tuple[Command, ...]:
         if self.cycle.phase is not Phase.COLLECTING:
@@ -491,12 +525,21 @@ class Control:
                 case cycle.Save(step):
                     done += self._close_step(at)
                     done.append(commands.SaveRun(self.attempt, step, self.desk.state()))
+                case cycle.Evaluate() | cycle.DropEvaluation():
+                    done += self._evaluate(command, at)
                 case cycle.Finish(reason):
                     done += self._close_step(at)
                     done.append(commands.EndRun(self.stop_exit_code, reason))
                 case _:
                     assert_never(command)
         return tuple(done)
+
+    def _evaluate(
+        self, command: cycle.Evaluate | cycle.DropEvaluation, at: Moment
+    ) -> tuple[Command, ...]:
+        if isinstance(command, cycle.Evaluate):
+            return self.evaluator.begin(command.version, at)
+        return self.evaluator.drop()
 
     def _close_step(self, at: Moment) -> tuple[Command, ...]:
         return self.book.close(
@@ -518,6 +561,17 @@ class Control:
                 self.is_ending = True
                 return done[: index + 1]
         return done
+
+
+def _group_of(
+    event: events.SampleStarted
+    | events.SampleProgressed
+    | events.SampleFinished
+    | events.SampleGaveUp,
+) -> GroupId:
+    if isinstance(event, events.SampleFinished):
+        return event.trajectory.group_id
+    return event.group_id
 
 
 def _is_replacement_of(command: Command, instance_id: InstanceId) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from libra.errors import DataError
+from libra_supervisor.records.evaluation import EvaluationRecord
 from libra_supervisor.run_directory import RunDirectory
 
 TAIL_BYTES = 256 * 1024
@@ -36,6 +37,15 @@ def observed_lengths(directory: RunDirectory) -> tuple[tuple[int, int], ...]:
     if not found:
         raise DataError(f"{directory.root} has no trajectories yet: is it a run directory?")
     return tuple(found[:MOST_OBSERVED])
+
+
+def last_evaluation(evaluations: Path) -> EvaluationRecord:
+    """The newest line of evaluations.jsonl. Raises DataError when there is none."""
+    try:
+        *_, last = evaluations.read_bytes().splitlines()
+        return msgspec.json.decode(last, type=EvaluationRecord)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{evaluations}: no evaluation is recorded there: {error}") from error
 
 
 class _Line(msgspec.Struct):
