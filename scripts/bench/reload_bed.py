@@ -19,6 +19,7 @@ from libra.ids import InstanceId, PolicyVersion, RunId
 from libra.pools.pool import RolloutPool
 from libra.rollouts.accounts import BufferLimits
 from libra.rollouts.batch import BatchShape
+from libra.rollouts.evaluation import EvaluationTerms
 from libra.rollouts.group import AdmittedGroup
 from libra.weights.judge import judge_acks
 from libra.wire.instance import ReloadRequest  # noqa: TC001 - one list of imports
@@ -43,6 +44,7 @@ from libra_supervisor.inbox import Inbox
 from libra_supervisor.loop.commands import Command, EndRun, SendReload, WriteReload
 from libra_supervisor.loop.control import Control, Policy
 from libra_supervisor.loop.cycle import Cycle, Limits
+from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.execute import Executor, Ports
 from libra_supervisor.loop.execute import Terms as ExecutorTerms
 from libra_supervisor.loop.publication import Publication, Terms
@@ -116,6 +118,11 @@ class Bed:
                 ),
                 pool,
             ),
+            evaluator=Evaluator(
+                EvaluationTerms(
+                    rows=(), num_samples=1, max_concurrent=1, max_attempts=1, pass_reward=1.0
+                )
+            ),
             policy=Policy(min_rollout_gpus=num_gpus, publishes=True),
         )
 
@@ -135,6 +142,7 @@ class Bed:
                     ranks=PlayedRanks(self, tasks),
                     engines=engines,
                     rollouts=PlayedRollouts(self, tasks),
+                    evaluations=PlayedRollouts(self, tasks),
                     routing=NoRouting(),
                     records=RecordsWriter(self.directory),
                     judge=lambda command: lambda: command.record,
