@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = REPOSITORY / "tests/system/trainer"
 START_TIMEOUT_S = 120.0
 HANG_S = 600.0
-"""After which a script of torchrun is taken for hung; other work on the machine may slow it a lot."""
+"""After which a script of torchrun is taken for hung; other work may slow it a lot."""
 E = TypeVar("E")
 
 
