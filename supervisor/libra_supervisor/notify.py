@@ -8,13 +8,17 @@ tasks.start_soon(notifier.keep_alive)           # from the loop whose life it pr
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from threading import Event, Thread
 from typing import Final
 
 from libra import clock
 
 _MICROSECONDS: Final = 1_000_000
 _PINGS_PER_TIMEOUT: Final = 3
+_EXTENSION_S: Final = 60.0
+_EXTENSION_PERIOD_S: Final = 5.0
 
 
 class Notifier:
@@ -79,6 +83,29 @@ class Notifier:
             except OSError:
                 # A full or vanished socket must not stop a run; the watchdog is the judge.
                 return
+
+
+@contextmanager
+def start_extended(notifier: Notifier, *, at_most_s: float) -> Iterator[None]:
+    """Ask for more time to start while the block runs, which may block: reading data, planning.
+
+    Not for longer than `at_most_s`, so that a start that hangs still ends.
+    """
+    is_over = Event()
+
+    def extend() -> None:
+        for _ in range(max(1, round(at_most_s / _EXTENSION_PERIOD_S))):
+            notifier.extend_start(_EXTENSION_S)
+            if is_over.wait(_EXTENSION_PERIOD_S):
+                return
+
+    thread = Thread(target=extend, name="start-extension", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def _one_line(text: str) -> str:

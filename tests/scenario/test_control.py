@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_world import PROBE_LOGPROBS, RandomWorld
+from control_world import RandomWorld
 from libra.ids import ChildId, Incarnation, InstanceId
 from libra.pools.member import MemberState
-from libra.wire.rank import AcksJudged
+from libra.wire.rank import AcksJudged, WeightsExported
 from libra_supervisor import events
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.cycle import Phase
@@ -365,7 +365,7 @@ def test_a_process_that_dies_in_the_middle_of_its_reload_by_restart_is_an_unplan
 
 
 def test_an_engine_whose_probe_disagrees_a_lot_ends_the_run_with_exit_code_6():
-    world = started(probe_logprobs_of=lambda i: (-1.0, -2.5) if i == B else PROBE_LOGPROBS)
+    world = started(probe_error_of=lambda i: 0.5 if i == B else 0.0)
     world.run(Random(0))
     assert world.ended is not None
     assert world.ended.exit_code == 6
@@ -554,6 +554,10 @@ def is_reload_answer(event: object) -> bool:
     return isinstance(event, events.ReloadAnswered)
 
 
+def is_export(event: object) -> bool:
+    return isinstance(event, events.RankSaid) and isinstance(event.event, WeightsExported)
+
+
 def is_verdict(event: object) -> bool:
     return isinstance(event, events.RankSaid) and isinstance(event.event, AcksJudged)
 
@@ -599,9 +603,7 @@ def test_with_no_slack_the_trainer_cannot_go_ahead_of_the_engines():
 def test_weights_trained_past_a_version_that_disagrees_are_never_published():
     rng = Random(14)
     wrong = []
-    world = started(
-        total_steps=9, probe_logprobs_of=lambda i: (-1.0, -9.0) if wrong else PROBE_LOGPROBS
-    )
+    world = started(total_steps=9, probe_error_of=lambda i: 7.0 if wrong else 0.0)
     run_until(world, rng, lambda w: w.publishing == 2)
     wrong.append(True)
     world.is_held = lambda event: isinstance(event, events.ExportChecked)
@@ -776,3 +778,25 @@ def test_a_duplicate_ack_is_refused_logged_and_recorded_with_the_batch():
         (answer.ack, "the instance has answered already")
     ]
     assert world.control.publication.counts.num_refused_acks == 1
+
+
+def test_a_late_engine_is_judged_by_the_probe_of_the_version_it_was_asked_for():
+    """The next version may be written while an engine still catches up with the one before."""
+    rng = Random(25)
+    world = started(total_steps=9)
+    run_until(world, rng, lambda w: w.control.publication.committed == 1)
+    world.kill_process(A)
+    world.is_held = lambda event: is_reload_answer(event) or is_export(event)
+    run_until_stuck(world, rng)
+    world.is_held = lambda event: is_reload_answer(event) or isinstance(event, events.ExportChecked)
+    run_until_stuck(world, rng)
+    (late,) = (event for event in world.pending if is_reload_answer(event))
+    assert world.publishing == 2
+    world.pending.remove(late)
+    world.post(late)
+    assert world.ended is None
+    assert world.routes[A] == 1
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0

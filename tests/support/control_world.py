@@ -47,7 +47,6 @@ from libra_supervisor.loop.rollout_state import encoded
 
 RUN = RunId("run")
 PROBE = (1, 2, 3)
-PROBE_LOGPROBS = (-1.0, -2.0)
 METRICS = TrainMetrics(
     loss=0.0,
     grad_norm=1.0,
@@ -63,6 +62,11 @@ METRICS = TrainMetrics(
     train_s=0.2,
     peak_memory_bytes=0,
 )
+
+
+def probe_logprobs(version: PolicyVersion | None) -> tuple[float, ...]:
+    """What every right computation gives; versions differ by more than a run survives."""
+    return (-1.0 - (version or 0), -2.0)
 
 
 class ListCursor:
@@ -113,7 +117,7 @@ class World:
         eval_interval: int = 1,
         reload_method: ReloadMethod = "inplace",
         num_probes: int = 0,
-        probe_logprobs_of: Callable[[InstanceId], tuple[float, ...]] = lambda _: PROBE_LOGPROBS,
+        probe_error_of: Callable[[InstanceId], float] = lambda _: 0.0,
     ) -> None:
         self.now = 0.0
         self.pending: list[events.Event] = []
@@ -159,7 +163,7 @@ class World:
         self.offpolicyness = offpolicyness
         self._births = 0
         self._reload_method = reload_method
-        self._probe_logprobs_of = probe_logprobs_of
+        self._probe_error_of = probe_error_of
         self._ids = [InstanceId(f"vllm-{k}") for k in range(num_instances)]
         pool = RolloutPool([(i, 1) for i in self._ids], now=0.0)
         limits = BufferLimits(
@@ -321,7 +325,7 @@ class World:
                 self._work(
                     WeightsExported(
                         version, f"/w/v{version}", f"hash-{self.attempt}-{version}",
-                        PROBE_LOGPROBS, 0.1,
+                        probe_logprobs(version), 0.1,
                     )
                 )  # fmt: skip
             case commands.CheckExport(version, _, manifest_hash):
@@ -407,9 +411,16 @@ class World:
             case _:
                 return False
 
+    def _probe(self, instance_id: InstanceId) -> tuple[float, ...]:
+        first, second = probe_logprobs(self.processes[instance_id].version)
+        return (first, second - self._probe_error_of(instance_id))
+
     def _judge(self, request: ReloadRequest, acks: tuple[ReloadAck, ...]) -> AcksJudged:
         return judge_acks(
-            request, acks, trainer_probe_logprobs=PROBE_LOGPROBS, probe_tolerance=1e-3
+            request,
+            acks,
+            trainer_probe_logprobs=probe_logprobs(request.policy_version),
+            probe_tolerance=1e-3,
         )
 
     def _train(self, step, groups) -> None:
@@ -486,7 +497,7 @@ class World:
             total_s=0.2,
             manifest_hash=request.manifest_hash,
             verified=("manifest", "files", "load", "probe"),
-            probe_logprobs=self._probe_logprobs_of(instance_id),
+            probe_logprobs=self._probe(instance_id),
             error=error,
         )
         self.pending.append(events.ReloadAnswered(instance_id, asked, request.nonce, ack, ""))

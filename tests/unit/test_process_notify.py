@@ -1,11 +1,13 @@
 import os
 import socket
+import threading
 
 import anyio
 import pytest
 import trio.testing
 
-from libra_supervisor.notify import Notifier
+from libra_supervisor import notify
+from libra_supervisor.notify import Notifier, start_extended
 
 
 @pytest.fixture
@@ -47,6 +49,30 @@ def test_states_arrive_as_systemd_wants_them(receiver):
         "STATUS=step 3",
         "STOPPING=1\nSTATUS=saving",
     ]
+
+
+@pytest.mark.case("R-B77")
+def test_a_start_that_blocks_asks_for_more_time_until_it_is_over(receiver, monkeypatch):
+    monkeypatch.setattr(notify, "_EXTENSION_PERIOD_S", 0.01)
+    notifier = Notifier.from_environment({"NOTIFY_SOCKET": receiver.path})
+    receiver.settimeout(10)
+    with start_extended(notifier, at_most_s=1000):
+        for _ in range(3):
+            assert receiver.recv(100) == b"EXTEND_TIMEOUT_USEC=60000000"
+    receiver.setblocking(False)
+    received(receiver)
+    assert [thread.name for thread in threading.enumerate() if "extension" in thread.name] == []
+
+
+@pytest.mark.case("R-B77")
+def test_a_start_that_hangs_is_not_extended_for_ever(receiver, monkeypatch):
+    monkeypatch.setattr(notify, "_EXTENSION_PERIOD_S", 0.01)
+    notifier = Notifier.from_environment({"NOTIFY_SOCKET": receiver.path})
+    with start_extended(notifier, at_most_s=0.03):
+        (thread,) = (it for it in threading.enumerate() if it.name == "start-extension")
+        thread.join(10)
+        assert not thread.is_alive()
+    assert len(received(receiver)) == 3
 
 
 def test_an_abstract_address_is_understood():

@@ -24,6 +24,7 @@ from libra_supervisor.app.launch import (
 from libra_supervisor.app.prompts import Prompts, open_prompts
 from libra_supervisor.app.run import run_to_end
 from libra_supervisor.display.console import display_on
+from libra_supervisor.notify import Notifier, start_extended
 from libra_supervisor.records.evaluation import EvaluationRecord
 from libra_supervisor.records.reader import last_evaluation
 from libra_supervisor.run_directory import RunDirectory, held
@@ -100,8 +101,12 @@ def _run(options: Namespace, *, begin: Callable[[Launch, Prompts], None]) -> int
     with _made(directory), held(directory), display_on(sys.stderr) as display:
         event_log = set_up_logging(directory.control_log, show=display.log, level=options.log_level)
         try:
-            launch = prepare(request, directory, writes=True)
-            prompts = open_prompts(launch.config)
+            # Planning a large site or tokenising a large data set takes minutes.
+            start_timeout_s = loaded.config.supervision.start_timeout_s
+            notifier = Notifier.from_environment(environ)
+            with start_extended(notifier, at_most_s=start_timeout_s):
+                launch = prepare(request, directory, writes=True)
+                prompts = open_prompts(launch.config)
             begin(launch, prompts)
             sys.stderr.write(f"run directory {directory.root}\n")
             outcome = anyio.run(

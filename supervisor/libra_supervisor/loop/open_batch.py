@@ -19,6 +19,9 @@ class OpenBatch(msgspec.Struct, kw_only=True):
     is_catch_up: bool
     attempt: int
     begun_at: float
+    trainer_probe_logprobs: tuple[float, ...]
+    """Under the batch's version: a newer one may be exported while it is open."""
+
     verdict: AcksJudged | None = None
     acks: list[ReloadAck] = []
     """That were taken in, in the order of coming; those that report a failure too."""

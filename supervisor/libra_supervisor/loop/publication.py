@@ -246,7 +246,11 @@ class Publication:
             min_rollout_gpus=0 if is_catch_up else self._terms.min_rollout_gpus,
         )
         self._open = OpenBatch(
-            batch=batch, is_catch_up=is_catch_up, attempt=self._attempt, begun_at=at.now
+            batch=batch,
+            is_catch_up=is_catch_up,
+            attempt=self._attempt,
+            begun_at=at.now,
+            trainer_probe_logprobs=exported.probe_logprobs,
         )
         return self._apply(batch.start(now=at.now), at=at)
 
@@ -273,15 +277,15 @@ class Publication:
     def _judge(
         self, request: ReloadRequest, acks: tuple[ReloadAck, ...], *, at: Moment
     ) -> tuple[Command, ...]:
-        open_batch, exported = self._open, self._exported
-        if open_batch is None or exported is None:
+        open_batch = self._open
+        if open_batch is None:
             return ()
         if not open_batch.is_catch_up:
             return (TellRankZero(self._attempt, JudgeAcks(request, acks)),)
         verdict = judge_acks(
             request,
             acks,
-            trainer_probe_logprobs=exported.probe_logprobs,
+            trainer_probe_logprobs=open_batch.trainer_probe_logprobs,
             probe_tolerance=self._terms.probe_tolerance,
         )
         return self._judged(open_batch, verdict, at=at)
