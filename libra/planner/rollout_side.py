@@ -59,13 +59,15 @@ class RolloutSide(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.lengths_known:
             layout = self.by_length(num_gpus, tolerance=tolerance)
-            one = best_layout(
-                self.costs,
-                self.one_batch,
-                num_gpus=num_gpus,
-                tolerance=_ONE_BATCH_TOLERANCE,
-                node_gpus=self._layout_node_gpus,
-            )
+            one = layout
+            if self.terms.num_batches > 1:
+                one = best_layout(
+                    self.costs,
+                    self.one_batch,
+                    num_gpus=num_gpus,
+                    tolerance=_ONE_BATCH_TOLERANCE,
+                    node_gpus=self._layout_node_gpus,
+                )
             return layout, self._pace(layout, one.makespan_s)
         found = [
             (layout, self._pace(layout, self._spread(instances, self.one_batch).makespan_s))
