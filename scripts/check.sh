@@ -10,4 +10,4 @@ step "format" $bin/ruff format --check -q .
 step "lint" $bin/ruff check -q .
 step "import contracts" $bin/lint-imports --no-logo importlinter.toml
 step "types" $bin/mypy
-step "unit and property tests" $bin/pytest -q tests/unit tests/property tests/architecture tests/scenario -m "not system and not long"
+step "unit and property tests" $bin/pytest -q -n 2 --dist loadfile tests/unit tests/property tests/architecture tests/scenario -m "not system and not long"

@@ -1,6 +1,12 @@
 """What holds for every test."""
 
+import signal
+
 from hypothesis import settings
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background of a script. Children would inherit it, and not end on Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every machine, however slow it is: what CI says can be repeated. To look for
 # new ones: pytest --hypothesis-profile=explore.

@@ -62,9 +62,11 @@ def check_model(config: RunConfig, found: ModelArchConfig, files: Files) -> tupl
     """Problems of a model directory whose config.json says `found`."""
     path = config.model.model_path
     problems: list[Problem] = []
-    if found.architecture not in SUPPORTED_ARCHITECTURES:
-        what = f"{path} is a {found.architecture}, which cannot be trained"
-        hint = f"supported: {', '.join(sorted(SUPPORTED_ARCHITECTURES))}"
+    is_mapped = found.architecture in SUPPORTED_ARCHITECTURES
+    if config.training.train_backend == "megatron_core" and not is_mapped:
+        what = f"{path} is a {found.architecture}, which megatron_core cannot train"
+        supported = ", ".join(sorted(SUPPORTED_ARCHITECTURES))
+        hint = f"it trains {supported}; train_backend: fsdp takes others"
         problems.append(Problem(path="model_path", what=what, hint=hint))
     if not any(name.endswith(".safetensors") for name in files.names_in(Path(path))):
         what = f"{path} holds no *.safetensors weights"
@@ -79,9 +81,10 @@ def check_model(config: RunConfig, found: ModelArchConfig, files: Files) -> tupl
 
 def check_paths(config: RunConfig, files: Files) -> tuple[Problem, ...]:
     """Problems of the paths other than the model's."""
+    eval_data = config.data.eval_data
     problems = [
         *_check_data("train_data", config.data.train_data, files),
-        *(_check_data("eval_data", config.data.eval_data, files) if config.data.eval_data else ()),
+        *(_check_data("eval_data", eval_data, files) if eval_data else ()),
     ]
     token = config.api.api_token_file
     if token and files.kind_of(Path(token)) != "file":

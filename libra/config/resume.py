@@ -44,7 +44,8 @@ FIXED: Final[Mapping[str, str]] = {
 FREE: Final[frozenset[str]] = frozenset(
     {
         "total_steps", "epochs", "max_run_s", "save_interval", "keep_last",
-        "eval_data", "answer_field", "workflow", "workflow_args", "reward", "reward_args",
+        "eval_data", "eval_interval", "eval_samples", "eval_pass_reward",
+        "answer_field", "workflow", "workflow_args", "reward", "reward_args",
         "reward_workers", "reward_timeout_s", "reward_memory_bytes", "max_group_attempts",
         "mini_batch_size", "micro_batch_size", "recompute_logprobs", "recompute_micro_batch_size",
         "learning_rate", "lr_schedule", "lr_warmup_steps", "lr_decay_steps", "lr_min_fraction",

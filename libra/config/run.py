@@ -5,6 +5,7 @@ import msgspec
 from libra.config.algorithm import AlgorithmConfig
 from libra.config.base import Config
 from libra.config.data import DataConfig
+from libra.config.evaluation import EvaluationConfig
 from libra.config.hardware import HardwareConfig
 from libra.config.model import ModelConfig
 from libra.config.model_arch import ModelArchConfig
@@ -23,6 +24,7 @@ class RunConfig(Config, frozen=True, kw_only=True):
     model: ModelConfig
     control: RunControlConfig = msgspec.field(default_factory=RunControlConfig)
     data: DataConfig = msgspec.field(default_factory=DataConfig)
+    evaluation: EvaluationConfig = msgspec.field(default_factory=EvaluationConfig)
     training: TrainingConfig = msgspec.field(default_factory=TrainingConfig)
     megatron: MegatronConfig = msgspec.field(default_factory=MegatronConfig)
     algorithm: AlgorithmConfig = msgspec.field(default_factory=AlgorithmConfig)

@@ -13,6 +13,7 @@ FLAT_SECTIONS: Final = (
     "model",
     "control",
     "data",
+    "evaluation",
     "training",
     "megatron",
     "algorithm",

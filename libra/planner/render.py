@@ -53,7 +53,7 @@ def _option(option: Option) -> Iterator[str]:
             f"    step {estimate.step_s:.1f} s = max(train {estimate.train_s:.1f} s, "
             f"rollout {estimate.rollout_s:.1f} s); recompute "
             f"{train.recompute_logprobs_s:.1f} s, update {train.grpo_update_s:.1f} s, "
-            f"weights to the engines {estimate.publish_s:.1f} s, "
+            f"export {estimate.export_s:.1f} s, reload {estimate.sync_s:.1f} s beside it, "
             f"bubble {train.bubble_fraction:.0%}"
         )
 

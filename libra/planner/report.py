@@ -4,6 +4,7 @@ import msgspec
 
 from libra.planner.layout import RolloutLayout
 from libra.planner.memory import MemoryBudget
+from libra.planner.pace import RolloutPace, TrainPace, step_seconds
 from libra.planner.plan import Plan
 from libra.planner.pruning import Pruned
 from libra.planner.train_cost import TrainCost
@@ -19,26 +20,38 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """Its times are for `num_batches` steps' requests together."""
 
     num_batches: int = 1
-    publish_s: float = 0.0
-    """Export and reload, one step's share: the trainer waits for them."""
+    export_s: float
+    """Writing weights, one step's share."""
 
-    pause_s: float = 0.0
-    """The slowest instance's share of a reload, in which it stands still."""
+    sync_s: float
+    """Loading them on every instance, one step's share."""
+
+    pace: RolloutPace
+    """The same instances, as staleness binds them to training."""
 
     @property
     def rollout_s(self) -> float:
-        """Rollout's time for one step, standing still included."""
-        return self.rollout.makespan_s / self.num_batches + self.pause_s
+        """Rollout's time for one step if it never had to wait, standing still included."""
+        return self.rollout.makespan_s / self.num_batches + self.pace.pause_s
 
     @property
     def train_s(self) -> float:
-        """Training's time for one step, until the engines have its weights."""
-        return self.train.total_s + self.publish_s
+        """The trainer's time for one step: training, export, and what it waits for reloads."""
+        return self._train_pace.busy_s
+
+    @property
+    def version_s(self) -> float:
+        """From a complete batch until engines answer with what it taught."""
+        return self._train_pace.version_s
+
+    @property
+    def _train_pace(self) -> TrainPace:
+        return TrainPace(train_s=self.train.total_s, export_s=self.export_s, sync_s=self.sync_s)
 
     @property
     def step_s(self) -> float:
-        """Training and rollout go on side by side: the slower sets the pace."""
-        return max(self.train_s, self.rollout_s)
+        """The slower side sets the pace, and each may have to wait for the other."""
+        return step_seconds(self._train_pace, self.pace)
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):

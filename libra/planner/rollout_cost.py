@@ -106,6 +106,13 @@ def workload_of(demand: Demand) -> Workload:
     return Workload(one_step * demand.num_batches)
 
 
+def _hidden_sequences(cost: InstanceCost, step_s: float, *, at_most: int) -> int:
+    """Sequences whose tokens the API process handles within a step of the engine."""
+    if step_s >= at_most * cost.api_token_s:
+        return at_most
+    return int(step_s / cost.api_token_s)
+
+
 def block_seconds(cost: InstanceCost, work: Workload, begin: int, end: int) -> float:
     """Time for requests [begin, end) of `work` on one instance; 0.0 for an empty block.
 
@@ -132,7 +139,13 @@ def block_seconds(cost: InstanceCost, work: Workload, begin: int, end: int) -> f
         + cost.prompt_token_s * (work.prompts[end] - work.prompts[begin])
         + cost.prompt_square_s * (work.prompt_squares[end] - work.prompt_squares[begin])
     )
-    return max(gpu, cost.api_token_s * tokens)
+    # Where the API process keeps up with the engine it costs nothing; each sequence beyond those
+    # delays every step. After the crowd the longest requests go on at the engine's own pace.
+    step_s = cost.step_s + cost.weights_s
+    num_hidden = _hidden_sequences(cost, step_s, at_most=end - begin)
+    shown = sums[end] - sums[min(end, begin + num_hidden)]
+    api = step_s * max(longest, crowded_steps) + cost.api_token_s * shown
+    return max(gpu, api)
 
 
 def step_seconds(cost: InstanceCost, *, num_sequences: float, cached_tokens: float) -> float:

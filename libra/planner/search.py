@@ -1,13 +1,13 @@
 """The split, the training layout and the rollout instances of smallest step time.
 
-minimise max(T_train, T_rollout) per step over the split of N GPUs. Both include the weight sync:
-the trainer waits for all of it, an instance for its own load. T_rollout does not rise with more
-GPUs. Training counts that are no faster than a smaller one are dropped, after which T_train
-falls with more GPUs, so the two curves cross once and the best split is one of the two beside the
-crossing. The crossing is found by bisection, and only few splits beside it are solved.
+minimise max(T_train, T_rollout) per step over the split of N GPUs. T_train includes the export of
+weights, T_rollout the pause of a reload and what rollout waits for the trainer's versions
+(libra.planner.pace). Training counts that are no faster than
+a smaller one are dropped; after that more training GPUs make T_train fall and T_rollout rise.
 """
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
 import msgspec
 
@@ -18,13 +18,14 @@ from libra.planner.calibration import Calibration, book_of
 from libra.planner.cost_models import CostModels, cost_models, described
 from libra.planner.demand import Demand, prior_demand
 from libra.planner.layout import RolloutLayout
+from libra.planner.pace import RolloutPace, step_seconds
 from libra.planner.placement import place
 from libra.planner.plan import Plan, configured_plan
 from libra.planner.pruning import Pruned, PruneLog
 from libra.planner.report import Estimate, Option, PlanReport
 from libra.planner.rollout_cost import workload_of
 from libra.planner.rollout_search import instance_costs
-from libra.planner.rollout_side import RolloutSide
+from libra.planner.rollout_side import PaceTerms, RolloutSide
 from libra.planner.spread import spread_over
 from libra.planner.train_cost import TrainWork
 from libra.planner.train_layout import TrainLayout
@@ -37,7 +38,10 @@ _ALIKE = 1.02
 """Step times this close are within what the model can tell apart."""
 
 _NUM_BESIDE = 2
-"""Splits solved on either side of the crossing."""
+"""Splits solved on either side of the best one."""
+
+_NUM_TRIED = 24
+"""Splits tried at first, evenly spaced."""
 
 _REASONS_SHOWN = 12
 
@@ -100,6 +104,8 @@ class _Search:
         self._rollout = RolloutSide(
             costs=instance_costs(config, models, self._log, most_gpus=most_rollout_gpus),
             work=workload_of(demand),
+            one_batch=workload_of(msgspec.structs.replace(demand, num_batches=1)),
+            terms=pace_terms(config, demand, models),
             node_gpus=models.rates.gpus_per_node,
             scheduling=config.heterogeneous_rollout.scheduling,
             lengths_known=choices.lengths_known,
@@ -118,10 +124,11 @@ class _Search:
         candidates = self._falling_candidates()
         if not candidates:
             raise InfeasiblePlanError(self._why("no training layout is feasible"))
-        crossing = self._crossing(candidates)
-        first = max(0, crossing - 1 - _NUM_BESIDE)
-        beside = range(first, min(len(candidates), crossing + 1 + _NUM_BESIDE))
-        solved = [self._placed(candidates[i], exact=crossing - 1 <= i <= crossing) for i in beside]
+        best = self._best_split(candidates)
+        first, last = max(0, best - _NUM_BESIDE), min(len(candidates), best + 1 + _NUM_BESIDE)
+        solved = [
+            self._placed(candidates[i], exact=best - 1 <= i <= best) for i in range(first, last)
+        ]
         placed = [both for both in solved if both is not None]
         if not placed:
             raise InfeasiblePlanError(self._why("no split keeps TP groups inside nodes"))
@@ -179,9 +186,28 @@ class _Search:
                 kept.append(best[0])
         return kept
 
+    def _best_split(self, candidates: Sequence[TrainCandidate]) -> int:
+        """Index of the fastest split, or of one beside it.
+
+        The step time falls and then rises with training GPUs. Every so many are tried, then all
+        around the best of those: divisibility makes the curve uneven. With lengths known one trial
+        takes seconds at size, and the crossing of both sides has to do.
+        """
+        if self._rollout.lengths_known:
+            return min(self._crossing(candidates), len(candidates) - 1)
+        stride = max(1, len(candidates) // _NUM_TRIED)
+        tried = range(0, len(candidates), stride)
+        near = min(tried, key=lambda index: self._step_s(candidates[index]))
+        around = range(max(0, near - stride), min(len(candidates), near + stride + 1))
+        return min(around, key=lambda index: self._step_s(candidates[index]))
+
+    def _step_s(self, candidate: TrainCandidate) -> float:
+        num_gpus = self._num_gpus - candidate.layout.num_gpus
+        layout, pace = self._rollout.best(num_gpus, candidate.cost.total_s)
+        return step_seconds(self._rollout.train_pace(layout, candidate.cost.total_s), pace)
+
     def _crossing(self, candidates: Sequence[TrainCandidate]) -> int:
         """Index of the first candidate that leaves rollout too few GPUs to keep pace with it."""
-        # The reload stops both sides; the export only the trainer.
         export_s = self._models.publish.step_export_s()
         low, high = 0, len(candidates)
         while low < high:
@@ -199,14 +225,19 @@ class _Search:
     def _placed(self, candidate: TrainCandidate, *, exact: bool) -> tuple[Option, Plan] | None:
         """The split's best rollout layout on real slots; None when node boundaries forbid it."""
         num_gpus = self._num_gpus - candidate.layout.num_gpus
-        layout = self._rollout.best(num_gpus, tolerance=0.0 if exact else _RUNNER_UP_TOLERANCE)
+        layout, pace = self._rollout.best(
+            num_gpus,
+            candidate.cost.total_s,
+            tolerance=0.0 if exact else _RUNNER_UP_TOLERANCE,
+        )
         estimate = Estimate(
             train=candidate.cost,
             train_budget=candidate.budget,
             rollout=layout,
             num_batches=self._demand.num_batches,
-            publish_s=publish_seconds(self._models, layout.tp_degrees),
-            pause_s=pause_seconds(self._models, layout.tp_degrees),
+            export_s=self._models.publish.step_export_s(),
+            sync_s=self._models.publish.step_sync_s(layout.tp_degrees),
+            pace=pace,
         )
         for tps in self._instances(layout, num_gpus):
             placed = place(
@@ -267,14 +298,19 @@ def train_work(config: RunConfig, demand: Demand) -> TrainWork:
     return TrainWork(demand, mini_batch_size=training.mini_batch_size or training.batch_size)
 
 
-def publish_seconds(models: CostModels, tps: Sequence[int]) -> float:
-    """Export and reload of one step."""
-    return models.publish.step_export_s() + models.publish.step_sync_s(tps)
-
-
-def pause_seconds(models: CostModels, tps: Sequence[int]) -> float:
-    """The slowest instance's part in the reload of one step."""
-    return max(map(models.publish.step_pause_s, tps), default=0.0)
+def pace_terms(config: RunConfig, demand: Demand, models: CostModels) -> PaceTerms:
+    """How staleness and reloads bind rollout to training."""
+    weights, publish = config.weights, models.publish
+    # Between two syncs the engines' version falls behind; on average by half of that.
+    behind = (weights.sync_interval - 1) / 2
+    publishes = weights.rollout_weight_sync_mode != "none"
+    return PaceTerms(
+        num_batches=demand.num_batches,
+        max_staleness=config.rollout.max_head_offpolicyness - behind if publishes else inf,
+        export_s=publish.step_export_s(),
+        pause_s_of=lambda tps: max(map(publish.step_pause_s, tps), default=0.0),
+        sync_s_of=publish.step_sync_s,
+    )
 
 
 def unbuilt_options() -> dict[str, str]:
@@ -305,17 +341,29 @@ def _configured(config: RunConfig, demand: Demand, calibration: Calibration | No
     if config.hardware is not None and config.model_arch is not None:
         book = calibration or book_of(config.hardware, config.model_arch)
         models = cost_models(config, book)
+        rollout, one_batch = (
+            spread_over(
+                [models.instance.cost(tp) for tp in tps],
+                workload_of(msgspec.structs.replace(demand, num_batches=num_batches)),
+                by_capacity=config.heterogeneous_rollout.scheduling.load_metric == "kv_tokens",
+            )
+            for num_batches in (demand.num_batches, 1)
+        )
+        terms = pace_terms(config, demand, models)
         estimate = Estimate(
             train=models.train.cost(train, train_work(config, demand)),
             train_budget=models.train_memory.budget(train),
-            rollout=spread_over(
-                [models.instance.cost(tp) for tp in tps],
-                workload_of(demand),
-                by_capacity=config.heterogeneous_rollout.scheduling.load_metric == "kv_tokens",
-            ),
+            rollout=rollout,
             num_batches=demand.num_batches,
-            publish_s=publish_seconds(models, tps),
-            pause_s=pause_seconds(models, tps),
+            export_s=terms.export_s,
+            sync_s=terms.sync_s_of(tps),
+            pace=RolloutPace(
+                one_batch_s=one_batch.makespan_s,
+                all_batches_s=rollout.makespan_s,
+                num_batches=terms.num_batches,
+                max_staleness=terms.max_staleness,
+                pause_s=terms.pause_s_of(tps),
+            ),
         )
         notes = ()
     choice = Option(train=train, rollout_tps=tps, estimate=estimate)
@@ -350,7 +398,7 @@ def _best(placed: Sequence[tuple[Option, Plan]]) -> tuple[Option, Plan]:
 def _both_sides_s(option: Option) -> float:
     if option.estimate is None:
         return 0.0
-    return option.estimate.train_s + option.estimate.rollout_s
+    return option.estimate.version_s + option.estimate.rollout_s
 
 
 def _step_s(option: Option) -> float:

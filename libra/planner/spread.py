@@ -13,25 +13,6 @@ from libra.planner.layout import Block, RolloutLayout
 from libra.planner.rollout_cost import InstanceCost, Workload, block_seconds
 
 
-def best_spread(
-    costs: Sequence[InstanceCost],
-    work: Workload,
-    *,
-    num_gpus: int,
-    node_gpus: int,
-    by_capacity: bool,
-) -> RolloutLayout | None:
-    """The fastest layout of at most `num_gpus`; None when no degree fits.
-
-    More GPUs never make it slower by more than a remainder that another degree fills.
-    """
-    layouts = (
-        spread_over(instances, work, by_capacity=by_capacity)
-        for instances in _candidates(costs, num_gpus, node_gpus)
-    )
-    return min(layouts, key=lambda layout: (layout.makespan_s, layout.num_gpus), default=None)
-
-
 def spread_over(
     instances: Sequence[InstanceCost], work: Workload, *, by_capacity: bool
 ) -> RolloutLayout:
@@ -55,10 +36,13 @@ def _block(cost: InstanceCost, work: Workload, share: float) -> Block:
     )
 
 
-def _candidates(
+def spreads(
     costs: Sequence[InstanceCost], num_gpus: int, node_gpus: int
 ) -> Iterator[list[InstanceCost]]:
-    """Instances of one main degree, the rest of each node left idle or filled with smaller ones."""
+    """Ways to use at most `num_gpus`: one main degree, the rest of each node idle or filled.
+
+    More GPUs never make the best of them slower by more than a remainder that another degree fills.
+    """
     full, rest = divmod(num_gpus, node_gpus)
     nodes = [node_gpus] * full + ([rest] if rest else [])
     descending = sorted(costs, key=lambda cost: -cost.tp)

@@ -23,7 +23,8 @@ class MemberState(Enum):
     """No new requests; those in flight go on."""
 
     QUARANTINED = "quarantined"
-    """A reload failed: its weights are unknown. It is replaced by a restart."""
+    """A reload failed, so its weights are unknown, or it hangs. It is loaded once more from a good
+    version, or replaced by a restart."""
 
     RESTARTING = "restarting"
     """The process is gone; its restart policy is at work."""
@@ -41,7 +42,7 @@ LEGAL_MOVES: dict[MemberState, frozenset[MemberState]] = {
     MemberState.STARTING: _ENDS | {MemberState.STALE},
     # A process that answers may come to answer in another way, turn out broken, or end.
     **{state: (ANSWERING - {state}) | _ENDS | {MemberState.QUARANTINED} for state in ANSWERING},
-    MemberState.QUARANTINED: _ENDS,
+    MemberState.QUARANTINED: _ENDS | {MemberState.RELOADING},
     MemberState.RESTARTING: frozenset({MemberState.STARTING, MemberState.GONE}),
     MemberState.GONE: frozenset(),
 }

@@ -102,6 +102,14 @@ class RolloutPool:
             return
         self._set(moved(member, MemberState.QUARANTINED, now=now, version=None, last_error=error))
 
+    def on_suspected(self, instance_id: InstanceId, reason: str, *, now: float) -> None:
+        """It runs and does not do its work, so it is being ended: out of routing from here on."""
+        member = self._members[instance_id]
+        if member.state in ANSWERING:
+            self._set(
+                moved(member, MemberState.QUARANTINED, now=now, version=None, last_error=reason)
+            )
+
     def on_exited(
         self, instance_id: InstanceId, error: str, *, now: float, is_planned: bool = False
     ) -> None:

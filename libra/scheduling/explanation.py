@@ -34,8 +34,14 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
 
     kv_capacity_tokens: int | None
     kv_use_fraction: float | None
+    num_queued: int | None
+    """Requests that wait inside the server, of whomever. Like the use, as last scraped."""
+
+    snapshot_age_s: float | None
+    """Age of the newest scrape; None: there was none."""
+
     signal_ages_s: dict[str, float]
-    """Age by signal; a signal never seen is absent."""
+    """Age by signal that routing uses; one never seen is absent."""
 
     breaker: str
 
@@ -62,7 +68,8 @@ def view_of(slot: Slot, *, min_version: PolicyVersion | None, now: float) -> Ins
     removed_by = slot.blocked_by
     if removed_by is None and min_version is not None and slot.policy_version < min_version:
         removed_by = "stale_version"
-    feedback = slot.feedback
+    feedback, seen = slot.feedback, slot.seen
+    waiting = None if seen is None else seen.num_waiting
     return InstanceView(
         instance_id=slot.instance_id,
         incarnation=slot.incarnation,
@@ -78,7 +85,9 @@ def view_of(slot: Slot, *, min_version: PolicyVersion | None, now: float) -> Ins
         weight=slot.weight,
         is_penalized=slot.is_least_preferred,
         kv_capacity_tokens=slot.kv_capacity_tokens,
-        kv_use_fraction=None if feedback.snapshot is None else feedback.snapshot.kv_use_fraction,
+        kv_use_fraction=None if seen is None else seen.kv_use_fraction,
+        num_queued=None if waiting is None else int(waiting),
+        snapshot_age_s=None if seen is None else now - seen.sampled_at,
         signal_ages_s=feedback.ages_s(now),
         breaker=slot.breaker.state(now),
     )

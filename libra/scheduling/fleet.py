@@ -105,6 +105,8 @@ class Fleet:
         snapshot = plausible(snapshot)
         if _is_other_process(slot, snapshot):
             slot = self._replace_unannounced(slot, now)
+        if slot.seen is None or snapshot.sampled_at > slot.seen.sampled_at:
+            slot.seen = snapshot
         if snapshot.process_started_at_s is not None:
             slot.process_started_at_s = snapshot.process_started_at_s
         if snapshot.kv_capacity_tokens:

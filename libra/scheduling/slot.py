@@ -8,7 +8,7 @@ import msgspec
 from libra.ids import Incarnation, InstanceId, PolicyVersion
 from libra.scheduling.breaker import Breaker
 from libra.scheduling.feedback import Feedback
-from libra.scheduling.load import NO_REMOTE_LOAD, RemoteLoad
+from libra.scheduling.load import NO_REMOTE_LOAD, LoadSnapshot, RemoteLoad
 
 if TYPE_CHECKING:
     from libra.config.rollout import SchedulingConfig
@@ -70,6 +70,9 @@ class Slot:
     num_requests: int = 0
     num_tokens: int = 0
     remote: RemoteLoad = NO_REMOTE_LOAD
+    seen: LoadSnapshot | None = None
+    """The newest scrape, whether or not feedback uses it."""
+
     measured_kv_tokens: int | None = None
     kv_capacity_tokens: int | None = None
     has_feedback: bool = False

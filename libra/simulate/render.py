@@ -35,14 +35,14 @@ def _run_lines(result: SimulationResult, estimate: Estimate | None) -> Iterator[
             f"{use.num_preemptions} preemptions"
         )
     yield f"dropped as stale: {result.num_stale_dropped}; turned away: {result.num_refused}"
-    yield " step    begins   waited  trained  reload     tokens stale"
+    yield " step    begins   waited  trained  export     tokens stale"
     yield from (_step(step) for step in result.steps)
 
 
 def _step(step: StepRecord) -> str:
     return (
         f"{step.step:>5} {step.started_at:>9.1f} {step.waited_s:>8.1f} "
-        f"{step.ended_at - step.started_at:>8.1f} {step.reloaded_at - step.ended_at:>7.1f} "
+        f"{step.ended_at - step.started_at:>8.1f} {step.freed_at - step.ended_at:>7.1f} "
         f"{step.num_response_tokens:>10} {step.mean_staleness:.2f}"
     )
 

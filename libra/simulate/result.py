@@ -9,8 +9,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     started_at: float
     ended_at: float
-    reloaded_at: float
-    """When the new version was committed; `ended_at` without a reload."""
+    freed_at: float
+    """When the weights were written and the trainer was free; `ended_at` without a publication."""
 
     waited_s: float
     """The trainer's wait for its batch."""
@@ -52,11 +52,11 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def measured_s(self) -> float:
-        return self.steps[-1].reloaded_at - self.steps[self.num_warm_up_steps - 1].reloaded_at
+        return self.steps[-1].freed_at - self.steps[self.num_warm_up_steps - 1].freed_at
 
     @property
     def step_s(self) -> float:
-        """Mean time from one committed version to the next."""
+        """Mean time from one step's end to the next."""
         return self.measured_s / len(self._measured)
 
     @property

@@ -2,7 +2,8 @@
 
 Prompts are admitted as staleness allows, groups complete in any order, a batch trains for as long
 as the cost model says for its real lengths, then the weights are exported and every instance
-reloads (libra.simulate.reload). The trainer waits for that, since its rank 0 judges the ACKs.
+reloads (libra.simulate.reload) while the trainer goes on; the next export waits for the last one's
+reload.
 """
 
 from collections.abc import Sequence
@@ -126,6 +127,8 @@ class _Run:
         self._num_left: dict[GroupId, int] = {}
         self._num_complete = 0
         self._waits_for_version = False
+        self._is_publishing = False
+        self._waiting_export: StepRecord | None = None
         self._steps: list[StepRecord] = []
 
     def result(self) -> SimulationResult:
@@ -252,24 +255,40 @@ class _Run:
         weights = self._scenario.config.weights
         if weights.rollout_weight_sync_mode == "none" or self._trained % weights.sync_interval:
             self._end_step(record)
-            return
-        reload = Reload(
+        elif self._is_publishing:
+            self._waiting_export = record
+        else:
+            self._export(record)
+
+    def _export(self, record: StepRecord) -> None:
+        self._is_publishing = True
+        self._timeline.at(
+            self._timeline.now + self._times.export_s, lambda: self._on_exported(record)
+        )
+
+    def _on_exported(self, record: StepRecord) -> None:
+        version = self._trained
+        Reload(
             self._timeline,
             self._fleet,
-            weights=weights,
+            weights=self._scenario.config.weights,
             times=self._times,
-            version=self._trained,
-            on_committed=lambda: self._on_committed(record),
-        )
-        self._timeline.at(self._timeline.now + self._times.export_s, reload.start)
-
-    def _on_committed(self, record: StepRecord) -> None:
-        self._served = self._trained
+            version=version,
+            on_committed=lambda: self._on_committed(version),
+        ).start()
         self._end_step(record)
+
+    def _on_committed(self, version: PolicyVersion) -> None:
+        self._served = version
+        self._is_publishing = False
+        self._admit()
+        if (record := self._waiting_export) is not None:
+            self._waiting_export = None
+            self._export(record)
 
     def _end_step(self, record: StepRecord) -> None:
         now = self._timeline.now
-        self._steps.append(msgspec.structs.replace(record, reloaded_at=now))
+        self._steps.append(msgspec.structs.replace(record, freed_at=now))
         self._is_training = False
         self._idle_since = now
         self._buffer.drop_stale(version=self._trained)
@@ -306,7 +325,7 @@ def _record(
         step=version + 1,
         started_at=started_at,
         ended_at=ended_at,
-        reloaded_at=ended_at,
+        freed_at=ended_at,
         waited_s=0.0,
         num_response_tokens=demand.num_response_tokens,
         num_trajectories=demand.num_sequences,

@@ -28,3 +28,9 @@ def file_entry(path: Path, *, name: str | None = None) -> FileEntry:
     return FileEntry(
         name=name or path.name, num_bytes=path.stat().st_size, xxh3_128=hash_file(path)
     )
+
+
+def hash_of_weights(directory: Path) -> str:
+    """One hash over the contents of all safetensors files of a model directory."""
+    hashes = [hash_file(path) for path in sorted(directory.glob("*.safetensors"))]
+    return hash_bytes("".join(hashes).encode())

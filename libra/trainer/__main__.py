@@ -65,11 +65,12 @@ def _run(
     if config.control.device == "cpu":
         # Hidden before torch looks: Megatron would use a GPU that it can see.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # noqa: TID251
-    # Megatron warns at import about every optional package that is not there.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    from libra.trainer import cpu_path
+    if config.training.train_backend == "megatron_core":
+        # Megatron warns at import about every optional package that is not there.
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        from libra.trainer import cpu_path
 
-    cpu_path.enable()
+        cpu_path.enable()
     import torch
 
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))

@@ -5,7 +5,6 @@ from functools import partial
 from typing import NamedTuple, assert_never
 
 from libra.config.run import RunConfig
-from libra.errors import ConfigError
 from libra.trainer.backend import TrainBackend
 from libra.trainer.batch import Layout
 from libra.trainer.step import Learner
@@ -48,6 +47,8 @@ def _backend(
 
             return MegatronBackend(config, world, beat=beat, layout=layout)
         case "fsdp":
-            raise ConfigError("train_backend: fsdp is not built in this version")
+            from libra.trainer.fsdp.backend import FsdpBackend  # noqa: PLC0415
+
+            return FsdpBackend(config, world, beat=beat)
         case _:
             assert_never(config.training.train_backend)

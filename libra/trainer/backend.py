@@ -112,3 +112,6 @@ class TrainBackend(Scorer, Protocol):
 
     def restore(self, directory: Path) -> None:
         """Load what `stage` took. Raises DataError when it does not fit."""
+
+    def restore_weights(self, directory: Path) -> None:
+        """Load the model alone of what `stage` took: enough to score and to export."""

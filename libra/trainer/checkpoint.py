@@ -137,6 +137,19 @@ def restore_checkpoint(trainer: Trainer, directory: Path) -> None:
     barrier(trainer.world)
 
 
+def restore_weights(trainer: Trainer, directory: Path) -> int:
+    """Load the weights of a complete checkpoint, without optimizer and progress; returns its step.
+
+    Any layout and optimizer may have written it. Raises DataError when it is damaged or of another
+    model or backend.
+    """
+    manifest = read_checkpoint_manifest(directory)
+    _refuse_other_model(trainer, directory, manifest)
+    verify_checkpoint(directory, manifest)
+    trainer.backend.restore_weights(directory)
+    return manifest.step
+
+
 def _make_room(partial: Path, final: Path) -> None:
     if final.exists():
         raise FileExistsError(f"{final} exists already")
@@ -167,7 +180,7 @@ def _manifest(trainer: Trainer) -> CheckpointManifest:
     )
 
 
-def _refuse_stranger(trainer: Trainer, directory: Path, manifest: CheckpointManifest) -> None:
+def _refuse_other_model(trainer: Trainer, directory: Path, manifest: CheckpointManifest) -> None:
     backend = trainer.backend
     if manifest.backend != backend.name:
         raise DataError(
@@ -175,6 +188,11 @@ def _refuse_stranger(trainer: Trainer, directory: Path, manifest: CheckpointMani
         )
     if manifest.architecture_hash != backend.model_hash:
         raise DataError(f"{directory}: a checkpoint of another model than model_path names")
+
+
+def _refuse_stranger(trainer: Trainer, directory: Path, manifest: CheckpointManifest) -> None:
+    _refuse_other_model(trainer, directory, manifest)
+    backend = trainer.backend
     has_distributed = backend.has_distributed_optimizer
     if manifest.layout.has_distributed_optimizer != has_distributed:
         raise DataError(

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from libra.errors import DataError, InvariantError
-from libra.storage.digest import hash_bytes, hash_file
 from libra.storage.safetensors import model_tensors
 from libra.trainer.architecture import Architecture
 from libra.trainer.model import bare
@@ -209,9 +208,3 @@ def _moved_to_rank_0(
     for tensor in received:
         dist.recv(tensor, src=source_rank)
     return received
-
-
-def hash_of_weights(directory: Path) -> str:
-    """One hash over the contents of all safetensors files of a model directory."""
-    hashes = [hash_file(path) for path in sorted(directory.glob("*.safetensors"))]
-    return hash_bytes("".join(hashes).encode())

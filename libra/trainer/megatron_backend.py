@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from libra.config.run import RunConfig
+from libra.storage.digest import hash_of_weights
 from libra.trainer import megatron_checkpoint
 from libra.trainer.architecture import Architecture, read_architecture
 from libra.trainer.backend import Beat, HfTensor, Loss, Scorer, StagedState
 from libra.trainer.batch import Arrangement, Layout, MicroBatch
 from libra.trainer.capabilities import fallbacks, refuse_unsupported
 from libra.trainer.head import Sampling
-from libra.trainer.hf_weights import gather_hf_tensors, hash_of_weights, load_hf_weights
+from libra.trainer.hf_weights import gather_hf_tensors, load_hf_weights
 from libra.trainer.loss import LossSums
 from libra.trainer.model import build_model, seed_everything, with_gradients
 from libra.trainer.optimizer import build_optimizer, step_if_finite
@@ -115,6 +116,9 @@ class MegatronBackend:
             directory,
             has_distributed_optimizer=self.has_distributed_optimizer,
         )
+
+    def restore_weights(self, directory: Path) -> None:
+        megatron_checkpoint.restore_weights(self.model, directory)
 
 
 def arrange(config: RunConfig, world: World, layout: Layout | None = None) -> Arrangement:

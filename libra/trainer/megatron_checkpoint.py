@@ -90,6 +90,13 @@ def restore(
     _unshare_steps(optimizer)
 
 
+def restore_weights(model: Any, directory: Path) -> None:
+    """Load the model alone, whatever optimizer it was saved with."""
+    wanted = {"model": model.module.sharded_state_dict()}
+    state = dist_checkpointing.load(wanted, str(directory))
+    model.module.load_state_dict(state["model"])
+
+
 class _Staging(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Megatron's own strategy, stopped where it would hand its plan to a writer process."""
 

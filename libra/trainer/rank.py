@@ -92,6 +92,7 @@ def _built(config: RunConfig, identity: RankIdentity, pulse: "Pulse") -> Trainer
         identity.at,
         device,
         timeout_s=config.supervision.rank_heartbeat_timeout_s,
+        has_megatron=config.training.train_backend == "megatron_core",
     )
     return assemble(config, world, beat=pulse.beat)
 

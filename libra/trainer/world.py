@@ -15,7 +15,7 @@ LONGEST_WRITE = timedelta(days=1)
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):
-    """Where this rank stands, its device, and Megatron's groups around it."""
+    """Where this rank stands, its device, and the groups around it."""
 
     at: Coordinates
     sizes: ParallelSizes
@@ -23,10 +23,10 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     """torch.device of this rank's tensors."""
 
     tensor_group: Any
-    """The ranks that hold slices of the same layers and the same samples."""
+    """The ranks that hold slices of the same layers and the same samples; None under FSDP."""
 
     context_group: Any
-    """The ranks that hold pieces of the same sequences."""
+    """The ranks that hold pieces of the same sequences; None under FSDP."""
 
     files_group: Any
     """All ranks, for agreements about files between threads behind the training; on gloo."""
@@ -61,34 +61,48 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], *, local_rank: int) ->
 
 
 def join_world(
-    sizes: ParallelSizes, at: Coordinates, device: torch.device, *, timeout_s: float
+    sizes: ParallelSizes,
+    at: Coordinates,
+    device: torch.device,
+    *,
+    timeout_s: float,
+    has_megatron: bool,
 ) -> World:
-    """Meet the other ranks and build Megatron's groups; blocks until all are there.
+    """Meet the other ranks and build the groups; blocks until all are there.
 
-    A collective that takes longer than `timeout_s` raises on every rank.
+    A collective that takes longer than `timeout_s` raises on every rank. `has_megatron`: build
+    Megatron-Core's groups, which nobody else needs.
     """
-    from megatron.core import parallel_state  # noqa: PLC0415 - needs cpu_path.enable() first
-
     on_cuda = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_cuda else "gloo",
         timeout=timedelta(seconds=timeout_s),
         device_id=device if on_cuda else None,
     )
+    tensor_group, context_group = _megatron_groups(sizes) if has_megatron else (None, None)
+    return World(
+        at=at,
+        sizes=sizes,
+        device=device,
+        tensor_group=tensor_group,
+        context_group=context_group,
+        # One rank may write for long while another has nothing to write.
+        files_group=dist.new_group(backend="gloo", timeout=LONGEST_WRITE),
+    )
+
+
+def _megatron_groups(sizes: ParallelSizes) -> tuple[Any, Any]:
+    from megatron.core import parallel_state  # noqa: PLC0415 - needs cpu_path.enable() first
+
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
         context_parallel_size=sizes.context,
         expert_model_parallel_size=sizes.expert,
     )
-    return World(
-        at=at,
-        sizes=sizes,
-        device=device,
-        tensor_group=parallel_state.get_tensor_model_parallel_group(),
-        context_group=parallel_state.get_context_parallel_group(),
-        # One rank may write for long while another has nothing to write.
-        files_group=dist.new_group(backend="gloo", timeout=LONGEST_WRITE),
+    return (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
     )
 
 

@@ -56,6 +56,9 @@ class ChildStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Requests waiting inside the engine; None while unknown."""
 
     kv_use_fraction: float | None
+    signals_age_s: float | None
+    """Age of the two before; None: never seen."""
+
     last_error: str
 
 

@@ -63,11 +63,16 @@ def main() -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     if options.real is None:
-        results = dict(simulated(options.sizes, options.batches))
+        cases = simulated(options.sizes, options.batches)
     else:
         from reload_servers import real  # noqa: PLC0415 - only where servers are wanted
 
-        results = dict(real(options.real, options.real_sizes, options.batches, options.only))
+        cases = real(options.real, options.real_sizes, options.batches, options.only)
+    results = {}
+    for name, figures in cases:
+        # A case may take many minutes: what is known is said, should the rest not come.
+        print(json.dumps({name: figures}), file=sys.stderr, flush=True)
+        results[name] = figures
     machine = {"machine": platform.machine(), "python": platform.python_version()}
     print(json.dumps({"bench": "reload", **machine, "results": results}, indent=1))
     if any(case.get("is_within_bounds") is False for case in results.values()):

@@ -114,7 +114,7 @@ def scale(num_steps: int) -> dict[str, Any]:
         "num_instances": len(scenario.plan.instances),
         "plan_s": round(planned_at - began, 2),
         "simulate_s": round(process_time() - planned_at, 2),
-        "virtual_s": round(result.steps[-1].reloaded_at),
+        "virtual_s": round(result.steps[-1].freed_at),
     }
 
 

@@ -24,7 +24,9 @@ from libra.wire.instance import Sampling
 from libra_supervisor.app.engine import Engine, EngineSite
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.instances.client import InstanceClient
+from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.process.kernel import Linux
+from libra_supervisor.process.lifecycle import ChildState
 from libra_supervisor.process.logs import LogPolicy, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, become_subreaper
 from weight_dirs import describe_version
@@ -123,6 +125,7 @@ class ServerBed(AsyncExitStack):
             token_file=token_file,
             env=environ,
             devices=("0", "1"),
+            meter=ServingMeter({p.instance_id: p.tp for p in plan.instances}),
         )
         scheduler = Scheduler(config.heterogeneous_rollout.scheduling)
         self._fleet = Fleet(
@@ -141,7 +144,7 @@ class ServerBed(AsyncExitStack):
 
     async def measure(self) -> dict[str, object]:
         async with anyio.create_task_group() as tasks:
-            self._fleet.start(tasks)
+            self._fleet.start(tasks, {})
             began_at = clock.now()
             while not all(map(self._is_up, self._ids)):
                 await clock.sleep(POLL_S)
@@ -159,7 +162,7 @@ class ServerBed(AsyncExitStack):
         return {"start_s": round(up_s, 1), **figures}
 
     def _is_up(self, instance_id: InstanceId) -> bool:
-        return self._fleet.status_of(instance_id).state == "ready"
+        return self._fleet.status_of(instance_id).state is ChildState.READY
 
     async def _interrupted_streams(self) -> dict[str, object]:
         """Reload every server in the middle of an answer; compare with unbroken ones."""

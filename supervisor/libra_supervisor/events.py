@@ -202,6 +202,12 @@ class InstanceAnswered(msgspec.Struct, frozen=True, tag=True):
     kv_capacity_tokens: int | None
 
 
+class InstanceDoubted(msgspec.Struct, frozen=True, tag=True):
+    """Its metrics seem to come from another process than the one that is routed to."""
+
+    instance_id: InstanceId
+
+
 class ExportChecked(msgspec.Struct, frozen=True, tag=True):
     """The published directory was compared with its manifest; `error` is empty when it holds."""
 
@@ -291,6 +297,7 @@ Event: TypeAlias = (
     | GangLost
     | GangGaveUp
     | InstanceAnswered
+    | InstanceDoubted
     | ExportChecked
     | ReloadAnswered
     | SampleStarted

@@ -67,6 +67,10 @@ class RunDirectory(msgspec.Struct, frozen=True):
         return self.root / "metrics.jsonl"
 
     @property
+    def evaluations(self) -> Path:
+        return self.root / "evaluations.jsonl"
+
+    @property
     def reloads(self) -> Path:
         return self.root / "reloads.jsonl"
 
@@ -106,6 +110,9 @@ class RunDirectory(msgspec.Struct, frozen=True):
 
     def trajectories_of(self, step: int) -> Path:
         return self.trajectories / f"step_{step:06d}.jsonl"
+
+    def evaluated_of(self, version: PolicyVersion) -> Path:
+        return self.trajectories / f"eval_v{version:06d}.jsonl"
 
     def create(self) -> None:
         """Make the directory and its fixed folders; existing ones are kept.

@@ -45,6 +45,7 @@ SHAPES = {
 }
 MEDIANS = (
     *("step_s", "rollout_wait_s", "recompute_s", "train_s", "export_s", "reload_s"),
+    "publish_wait_s",
     *("tokens_per_s", "response_tokens_mean", "kl_mismatch"),
 )
 WARM_UP_STEPS = 3

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from libra.errors import InfeasiblePlanError
 from libra.planner.layout import best_layout, layout_within
 from libra.planner.rollout_cost import InstanceCost, Workload, block_seconds
-from libra.planner.spread import best_spread
+from libra.planner.spread import spread_over, spreads
 
 seconds = st.floats(0, 10, allow_subnormal=False)
 
@@ -122,10 +122,19 @@ def test_a_part_of_a_block_never_costs_more_than_the_block(cost, work, data):
     assert inner <= block_seconds(cost, work, begin, end)
 
 
+def best_spread(costs, work, num_gpus, *, by_capacity):
+    """The fastest way to use the GPUs of nodes of four; None when no degree fits."""
+    layouts = (
+        spread_over(instances, work, by_capacity=by_capacity)
+        for instances in spreads(costs, num_gpus, 4)
+    )
+    return min(layouts, key=lambda layout: layout.makespan_s, default=None)
+
+
 @given(costs=cost_sets(), work=workloads, num_gpus=st.integers(1, 9), by_capacity=st.booleans())
 def test_more_gpus_never_make_a_spread_slower(costs, work, num_gpus, by_capacity):
-    few = best_spread(costs, work, num_gpus=num_gpus, node_gpus=4, by_capacity=by_capacity)
-    many = best_spread(costs, work, num_gpus=num_gpus + 1, node_gpus=4, by_capacity=by_capacity)
+    few = best_spread(costs, work, num_gpus, by_capacity=by_capacity)
+    many = best_spread(costs, work, num_gpus + 1, by_capacity=by_capacity)
     if few is not None:
         assert many.makespan_s <= few.makespan_s
 
@@ -134,7 +143,7 @@ def test_more_gpus_never_make_a_spread_slower(costs, work, num_gpus, by_capacity
 def test_a_spread_keeps_within_its_gpus_and_nobody_takes_more_than_all(
     costs, work, num_gpus, by_capacity
 ):
-    layout = best_spread(costs, work, num_gpus=num_gpus, node_gpus=4, by_capacity=by_capacity)
+    layout = best_spread(costs, work, num_gpus, by_capacity=by_capacity)
     assert layout.num_gpus <= num_gpus
     assert all(1 <= block.num_requests <= len(work) for block in layout.blocks)
 

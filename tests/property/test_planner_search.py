@@ -10,6 +10,7 @@ from libra.planner.calibration import Calibration
 from libra.planner.cost_models import cost_models
 from libra.planner.demand import Demand
 from libra.planner.layout import best_layout
+from libra.planner.pace import RolloutPace, TrainPace, step_seconds
 from libra.planner.rollout_cost import workload_of
 from libra.planner.search import plan, train_work
 from libra.planner.train_layout import TrainLayout
@@ -71,9 +72,19 @@ def fastest_step_s(demand):
         )
         rollout = best_layout(costs, requests, num_gpus=NUM_GPUS - train_gpus)
         tps = rollout.tp_degrees
-        publish_s = models.publish.export_s + models.publish.sync_s(tps)
-        pause_s = max(map(models.publish.load_s, tps))
-        best = min(best, max(train_s + publish_s, rollout.makespan_s + pause_s))
+        train = TrainPace(
+            train_s=train_s,
+            export_s=models.publish.export_s,
+            sync_s=models.publish.sync_s(tps),
+        )
+        pace = RolloutPace(
+            one_batch_s=rollout.makespan_s,
+            all_batches_s=rollout.makespan_s,
+            num_batches=1,
+            max_staleness=run.rollout.max_head_offpolicyness,
+            pause_s=max(map(models.publish.load_s, tps)),
+        )
+        best = min(best, step_seconds(train, pace) if train_s < inf else inf)
     return best
 
 

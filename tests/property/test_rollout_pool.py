@@ -47,6 +47,13 @@ class PoolMachine(RuleBasedStateMachine):
             self.answers[i] = True
             self.pool.on_answering(i, now=self.now)
 
+    @rule(k=st.integers(0, 9))
+    def come_up(self, k):
+        """All the way at once: chance alone seldom gets there."""
+        self.start(k)
+        self.answer(k)
+        self.confirm(k, behind=0, is_late=False)
+
     @rule(k=st.integers(0, 9), behind=st.integers(0, 1), is_late=st.booleans())
     def confirm(self, k, behind, is_late):
         i = self.one(k)
@@ -74,6 +81,13 @@ class PoolMachine(RuleBasedStateMachine):
         if self.answers[i]:
             self.broken[i] = True
         self.pool.on_reload_failed(i, "bad", now=self.now)
+
+    @rule(k=st.integers(0, 9))
+    def hang(self, k):
+        i = self.one(k)
+        if self.answers[i]:
+            self.broken[i] = True
+        self.pool.on_suspected(i, "hangs", now=self.now)
 
     @rule(k=st.integers(0, 9), for_good=st.booleans())
     def die(self, k, for_good):

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_world import PROBE_LOGPROBS, RandomWorld
-from libra.ids import ChildId, InstanceId
-from libra.wire.rank import AcksJudged
+from control_world import RandomWorld
+from libra.ids import ChildId, Incarnation, InstanceId
+from libra.pools.member import MemberState
+from libra.wire.rank import AcksJudged, WeightsExported
 from libra_supervisor import events
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.cycle import Phase
@@ -60,10 +61,28 @@ def test_a_run_without_faults_trains_every_step_once_within_the_staleness_bound(
     assert total in world.checkpoints
 
 
+def strike(world: RandomWorld, rng: Random, fault: str) -> None:
+    instance_id = A if fault.endswith("a") else B
+    if fault == "gang":
+        world.lose_gang()
+    elif fault.startswith("load"):
+        world.loads_to_fail.append(instance_id)
+    elif fault.startswith("hang"):
+        world.suspect_process(instance_id)
+        world.step(rng)
+        world.kill_process(instance_id)
+    else:
+        world.kill_process(instance_id)
+
+
 @given(
     seed=st.integers(0, 2**32),
     faults=st.lists(
-        st.tuples(st.integers(1, 120), st.sampled_from(["a", "b", "gang"])), max_size=6
+        st.tuples(
+            st.integers(1, 120),
+            st.sampled_from(["a", "b", "gang", "hang a", "load a", "load b"]),
+        ),
+        max_size=6,
     ),
     failures=st.floats(0.0, 0.15),
     method=st.sampled_from(["inplace", "restart"]),
@@ -81,10 +100,7 @@ def test_with_engines_and_gangs_dying_at_any_moment_every_step_is_still_trained(
                 break
         if world.ended is not None:
             break
-        if fault == "gang":
-            world.lose_gang()
-        else:
-            world.kill_process(A if fault == "a" else B)
+        strike(world, rng, fault)
     world.run(rng)
     assert world.ended is not None, world.control.cycle.phase
     if world.ended.exit_code == 4:
@@ -120,6 +136,86 @@ def test_training_and_rollouts_go_on_while_a_checkpoint_is_written():
     assert world.ended is not None
     assert world.ended.exit_code == 0
     assert sorted(world.checkpoints) == [2, 4, 6]
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    total=st.integers(1, 7),
+    sync=st.integers(1, 2),
+    interval=st.integers(1, 4),
+    failures=st.floats(0.0, 0.2),
+)
+@settings(max_examples=60, deadline=None)
+def test_each_version_that_is_due_is_evaluated_once_by_itself_alone(
+    seed, total, sync, interval, failures
+):
+    world = started(
+        total_steps=total, sync_interval=sync, eval_rows=3, eval_interval=interval, save_interval=2
+    )
+    world.failure_chance = failures
+    world.run(Random(seed))
+    assert world.ended is not None, world.control.cycle.phase
+    assert world.ended.exit_code == 0
+    published = range(0, total + 1, sync)
+    due = [v for v in published if v == 0 or v // interval > (v - sync) // interval]
+    if published[-1] == total and total not in due:
+        due.append(total)
+    assert [command.record.policy_version for command in world.evaluated] == due
+    for command in world.evaluated:
+        summary, version = command.record.summary, command.record.policy_version
+        assert summary.num_trajectories + summary.num_failed == 6
+        assert len({t.trajectory_id.rsplit("/a", 1)[0] for t in command.trajectories}) == len(
+            command.trajectories
+        )
+        assert {t.oldest_version for t in command.trajectories} <= {version}
+    # Training is not changed by it.
+    assert [step for _, step, _ in world.trained] == list(range(1, total + 1))
+
+
+def test_rollouts_and_training_go_on_beside_an_evaluation_and_the_next_version_waits():
+    rng = Random(11)
+    world = started(total_steps=4, eval_rows=4, eval_interval=2)
+    world.is_evaluation_stuck = True
+    while world.step(rng):
+        pass
+    assert [step for _, step, _ in world.trained] == [1]
+    assert world.control.cycle.phase is Phase.EVALUATING
+    assert set(world.routes.values()) == {0}
+    assert world.control.desk.num_complete >= 4
+    world.is_evaluation_stuck = False
+    world.run(rng)
+    assert world.ended is not None
+    assert [c.record.policy_version for c in world.evaluated] == [0, 2, 4]
+
+
+@pytest.mark.case("T-B80")
+def test_a_stop_does_not_wait_for_an_evaluation():
+    rng = Random(11)
+    world = started(total_steps=9, eval_rows=4, eval_interval=2)
+    world.is_evaluation_stuck = True
+    while world.step(rng):
+        pass
+    world.post(events.StopRequested("SIGTERM", now=False))
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert world.evaluated == []
+    assert sorted(world.checkpoints) == [1]
+    # Nothing of it is left in the engines.
+    assert not any(getattr(e, "group_id", "").startswith("eval-") for e in world.pending)
+
+
+def test_a_version_whose_evaluation_was_lost_with_the_gang_is_evaluated_again():
+    rng = Random(11)
+    world = started(total_steps=3, save_interval=1, eval_rows=2, eval_interval=2)
+    world.is_evaluation_stuck = True
+    run_until(world, rng, lambda w: w.control.evaluator.progress is not None)
+    world.lose_gang()
+    world.is_evaluation_stuck = False
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert [c.record.policy_version for c in world.evaluated] == [0, 2, 3]
 
 
 def test_a_run_waits_for_its_last_checkpoint_before_it_ends():
@@ -189,6 +285,58 @@ def test_an_engine_that_restarts_catches_up_before_it_is_routed_to():
     assert world.processes[A].version == world.control.publication.committed
 
 
+@pytest.mark.case("R-B41")
+@pytest.mark.parametrize("is_reloading", [False, True])
+def test_a_server_that_hangs_is_routed_past_before_it_is_ended(is_reloading):
+    rng = Random(5)
+    world = started(total_steps=30)
+    run_until(world, rng, lambda w: w.control.cycle.step == 3)
+    run_until(
+        world, rng, lambda w: (w.control.pool[A].state is MemberState.RELOADING) is is_reloading
+    )
+    suspected = world.processes[A].incarnation
+    world.suspect_process(A)
+    # A reload in between neither waits for it nor brings it back.
+    step = world.control.cycle.step
+    run_until(world, rng, lambda w: w.control.cycle.step == step + 2)
+    assert A not in world.routes
+    assert world.control.pool[A].state is MemberState.QUARANTINED
+    # Nobody ends it a second time: its supervision is at it.
+    assert world.processes[A].incarnation == suspected
+    world.kill_process(A)
+    run_until(world, rng, lambda w: A in w.routes)
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+
+
+@pytest.mark.case("R-B12")
+@pytest.mark.parametrize("is_another", [False, True])
+def test_doubts_about_a_process_end_with_its_own_word(is_another):
+    rng = Random(5)
+    world = started(total_steps=30)
+    run_until(world, rng, lambda w: w.control.cycle.step == 3 and len(w.routes) == 2)
+    process, num_known = world.processes[A], len(world.known)
+    before = process.incarnation
+    world.routes.pop(A)  # the scheduler does not route there while its version is in doubt
+    if is_another:
+        # Whoever restarted it told nobody; it holds the base model again.
+        world.answers_as[A] = Incarnation("a stranger")
+    world.post(events.InstanceDoubted(A))
+    run_until(world, rng, lambda w: A in w.routes)
+    assert (world.processes[A].incarnation != before) is is_another
+    assert world.known[num_known].incarnation == world.processes[A].incarnation
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+
+
+def test_doubts_about_a_process_that_is_gone_ask_nobody():
+    world = started()
+    world.post(events.InstanceDoubted(A))  # it has not answered yet
+    assert not any(isinstance(e, events.InstanceAnswered) for e in world.pending)
+
+
 def test_a_reload_by_restart_is_a_planned_restart_and_a_crash_is_not():
     rng = Random(5)
     world = started(total_steps=30, reload_method="restart")
@@ -217,7 +365,7 @@ def test_a_process_that_dies_in_the_middle_of_its_reload_by_restart_is_an_unplan
 
 
 def test_an_engine_whose_probe_disagrees_a_lot_ends_the_run_with_exit_code_6():
-    world = started(probe_logprobs_of=lambda i: (-1.0, -2.5) if i == B else PROBE_LOGPROBS)
+    world = started(probe_error_of=lambda i: 0.5 if i == B else 0.0)
     world.run(Random(0))
     assert world.ended is not None
     assert world.ended.exit_code == 6
@@ -406,6 +554,10 @@ def is_reload_answer(event: object) -> bool:
     return isinstance(event, events.ReloadAnswered)
 
 
+def is_export(event: object) -> bool:
+    return isinstance(event, events.RankSaid) and isinstance(event.event, WeightsExported)
+
+
 def is_verdict(event: object) -> bool:
     return isinstance(event, events.RankSaid) and isinstance(event.event, AcksJudged)
 
@@ -451,9 +603,7 @@ def test_with_no_slack_the_trainer_cannot_go_ahead_of_the_engines():
 def test_weights_trained_past_a_version_that_disagrees_are_never_published():
     rng = Random(14)
     wrong = []
-    world = started(
-        total_steps=9, probe_logprobs_of=lambda i: (-1.0, -9.0) if wrong else PROBE_LOGPROBS
-    )
+    world = started(total_steps=9, probe_error_of=lambda i: 7.0 if wrong else 0.0)
     run_until(world, rng, lambda w: w.publishing == 2)
     wrong.append(True)
     world.is_held = lambda event: isinstance(event, events.ExportChecked)
@@ -530,3 +680,123 @@ def test_a_reload_on_demand_is_refused_while_a_version_is_being_checked():
     world.is_held = lambda event: False
     world.run(rng)
     assert not any(w.record.is_catch_up for w in world.reloads[num_reloads:])
+
+
+@pytest.mark.case("R-B89")
+def test_an_engine_whose_load_failed_is_loaded_once_more_from_the_good_version_and_lives():
+    rng = Random(19)
+    world = started(total_steps=5)
+    run_until(world, rng, lambda w: w.publishing == 2)
+    world.loads_to_fail.append(A)
+    run_until(world, rng, lambda w: w.control.publication.committed == 2)
+    assert A not in world.routes
+    assert world.control.pool[A].state is not MemberState.SERVING
+    (record,) = (w.record for w in world.reloads if w.record.policy_version == 2)
+    assert "loading failed" in record.quarantined[A]
+    assert record.accepted == (B,)
+    assert [ack.error for ack in record.acks if ack.instance_id == A] == ["loading failed"]
+    world.run(rng)
+    rescue = next(w.record for w in world.reloads if w.record.is_catch_up)
+    assert (rescue.policy_version, rescue.accepted, rescue.outcome) == (2, (A,), "committed")
+    assert world.num_births_of[A] == 1
+    assert set(world.routes) == {A, B}
+
+
+@pytest.mark.case("R-B89")
+def test_an_engine_that_fails_the_good_version_too_is_replaced():
+    rng = Random(20)
+    world = started(total_steps=5)
+    run_until(world, rng, lambda w: w.publishing == 2)
+    world.loads_to_fail += [A, A]
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert world.num_births_of[A] == 2
+    assert set(world.routes) == {A, B}
+    assert world.control.publication.counts.num_quarantined == 2
+
+
+def test_without_a_good_version_an_engine_whose_load_failed_is_replaced_at_once():
+    rng = Random(21)
+    world = started(total_steps=3, num_instances=1)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    world.loads_to_fail.append(A)
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert world.num_births_of[A] == 2
+
+
+def test_a_failed_engine_does_not_outlive_its_gang_unreplaced():
+    rng = Random(22)
+    world = started(total_steps=3)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    world.loads_to_fail.append(A)
+    world.is_held = is_verdict
+    run_until_stuck(world, rng)
+    world.lose_gang()
+    assert world.num_births_of[A] == 2
+    assert world.reloads[-1].record.outcome == "cancelled: the gang was lost"
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    assert set(world.routes) == {A, B}
+
+
+@pytest.mark.case("R-B87")
+def test_only_what_is_not_newer_is_forced_upon_a_server():
+    rng = Random(23)
+    asked = []
+    world = started(total_steps=4, save_interval=2)
+    send = world._reload
+    world._reload = lambda i, n, request: (asked.append(request), send(i, n, request))
+    run_until(world, rng, lambda w: w.publishing == 3)
+    run_until(world, rng, lambda w: w.control.publication.committed == 3)
+    forced = {r.policy_version: r.force for r in asked}
+    # Of the first one nobody knows what servers of an earlier supervisor hold.
+    assert forced == {0: True, 1: False, 2: False, 3: False}
+    world.lose_gang()
+    asked.clear()
+    world.run(rng)
+    assert {r.policy_version: r.force for r in asked} == {2: True, 3: True, 4: False}
+
+
+def test_a_duplicate_ack_is_refused_logged_and_recorded_with_the_batch():
+    rng = Random(24)
+    world = started(total_steps=2)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    run_until(world, rng, lambda w: any(is_reload_answer(e) for e in w.pending))
+    answer = next(e for e in world.pending if is_reload_answer(e))
+    world.pending.remove(answer)
+    world.post(answer)
+    world.post(answer)
+    assert world.said[-1].event == "ack_refused"
+    world.run(rng)
+    (record,) = (w.record for w in world.reloads if w.record.policy_version == 1)
+    assert [(r.ack, r.reason) for r in record.refused_acks] == [
+        (answer.ack, "the instance has answered already")
+    ]
+    assert world.control.publication.counts.num_refused_acks == 1
+
+
+def test_a_late_engine_is_judged_by_the_probe_of_the_version_it_was_asked_for():
+    """The next version may be written while an engine still catches up with the one before."""
+    rng = Random(25)
+    world = started(total_steps=9)
+    run_until(world, rng, lambda w: w.control.publication.committed == 1)
+    world.kill_process(A)
+    world.is_held = lambda event: is_reload_answer(event) or is_export(event)
+    run_until_stuck(world, rng)
+    world.is_held = lambda event: is_reload_answer(event) or isinstance(event, events.ExportChecked)
+    run_until_stuck(world, rng)
+    (late,) = (event for event in world.pending if is_reload_answer(event))
+    assert world.publishing == 2
+    world.pending.remove(late)
+    world.post(late)
+    assert world.ended is None
+    assert world.routes[A] == 1
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0

@@ -6,16 +6,20 @@ import anyio.from_thread
 import anyio.to_thread
 import pytest
 
+from libra import clock
 from libra.config.algorithm import AlgorithmConfig
-from libra.ids import RunId
+from libra.ids import PolicyVersion, RunId
 from libra.rollouts.batch import BatchShape
 from libra.rollouts.buffer import BufferState
+from libra.storage import arrival
+from libra.weights.manifest import MANIFEST_NAME
 from libra.wire.rank import SaveCheckpoint
 from libra_supervisor.loop import commands, execute
 from libra_supervisor.loop.execute import Executor, Ports, Terms
 from libra_supervisor.loop.rollout_state import RolloutState
 from libra_supervisor.run_directory import RunDirectory
 from trajectories import admitted, complete
+from weight_dirs import publish_weights
 
 pytestmark = pytest.mark.anyio
 
@@ -43,6 +47,30 @@ class RecordedRanks:
         self.has_been_told.set()
 
 
+def executor_in(directory, tasks, *, ranks=None, post=None) -> Executor:
+    """An executor whose ports are made up as far as a test needs them."""
+    nobody = cast("Any", None)
+    terms = Terms(
+        run_id=RunId("r"),
+        directory=directory,
+        algorithm=AlgorithmConfig(),
+        shape=BatchShape(dp_size=1, mini_batch_size=2),
+        keep_last=2,
+        probe_token_ids=(1, 2),
+    )
+    ports = Ports(
+        ranks=ranks,
+        engines=nobody,
+        rollouts=nobody,
+        evaluations=nobody,
+        routing=nobody,
+        records=nobody,
+        judge=nobody,
+        judge_probe=nobody,
+    )
+    return Executor(terms, ports, tasks=tasks, post=post or nobody, end=nobody)
+
+
 async def test_a_batch_is_sent_after_the_checkpoint_that_was_asked_for_before_it(
     tmp_path, monkeypatch
 ):
@@ -61,29 +89,11 @@ async def test_a_batch_is_sent_after_the_checkpoint_that_was_asked_for_before_it
     monkeypatch.setattr(execute, "cut_batch", noted_cut)
     ranks, directory = RecordedRanks(), RunDirectory(tmp_path)
     directory.create()
-    terms = Terms(
-        run_id=RunId("r"),
-        directory=directory,
-        algorithm=AlgorithmConfig(),
-        shape=BatchShape(dp_size=1, mini_batch_size=2),
-        keep_last=2,
-        probe_token_ids=(1, 2),
-    )
-    nobody = cast("Any", None)
-    ports = Ports(
-        ranks=ranks,
-        engines=nobody,
-        rollouts=nobody,
-        routing=nobody,
-        records=nobody,
-        judge=nobody,
-        judge_probe=nobody,
-    )
     state = RolloutState(
         buffer=BufferState(complete=(), pending=(), quarantined=(), dropped={}), cursor=b""
     )
     async with anyio.create_task_group() as tasks:
-        executor = Executor(terms, ports, tasks=tasks, post=nobody, end=nobody)
+        executor = executor_in(directory, tasks, ranks=ranks)
         executor.execute(commands.SaveRun(1, 2, state))
         executor.execute(commands.SendBatch(1, 3, (complete(admitted()),)))
         await batch_is_cut.wait()
@@ -98,3 +108,71 @@ async def test_a_batch_is_sent_after_the_checkpoint_that_was_asked_for_before_it
     assert isinstance(saved, SaveCheckpoint)
     assert saved.directory == str(directory.checkpoint_of(2))
     assert trained == ("train", 3)
+
+
+class Export:
+    """A published version and the check of it, as far as the disk shows it yet."""
+
+    def __init__(self, root) -> None:
+        self.directory = RunDirectory(root)
+        self.directory.create()
+        self.path, manifest_hash = publish_weights(self.directory.weights, 3, run_id="r")
+        self.files = {path: path.read_bytes() for path in self.path.iterdir()}
+        self.check = commands.CheckExport(PolicyVersion(3), str(self.path), manifest_hash)
+        self.said: list[Any] = []
+
+    def hide(self, what) -> None:
+        weights, manifest = self.path / "model.safetensors", self.path / MANIFEST_NAME
+        match what:
+            case "weights":
+                weights.unlink()
+            case "end of the weights":
+                weights.write_bytes(self.files[weights][:-1])
+            case "everything":
+                weights.unlink()
+                manifest.unlink()
+            case "newest manifest":
+                manifest.write_bytes(self.files[manifest] + b" ")
+
+    def show(self) -> None:
+        for path, content in self.files.items():
+            path.write_bytes(content)
+
+    async def post(self, event) -> None:
+        self.said.append(event)
+
+
+HIDDEN = ["weights", "end of the weights", "everything", "newest manifest"]
+
+
+@pytest.mark.case("R-B79")
+@pytest.mark.parametrize("hidden", HIDDEN)
+async def test_an_export_that_the_disk_shows_late_is_good_once_it_is_whole(
+    tmp_path, monkeypatch, hidden
+):
+    monkeypatch.setattr(arrival, "LOOK_AGAIN_S", 0.01)
+    export = Export(tmp_path)
+    export.hide(hidden)
+    async with anyio.create_task_group() as tasks:
+        executor_in(export.directory, tasks, post=export.post).execute(export.check)
+        await clock.sleep(0.3)
+        assert export.said == []
+        export.show()
+    (checked,) = export.said
+    assert (checked.version, checked.error) == (3, "")
+
+
+@pytest.mark.case("R-B79")
+@pytest.mark.parametrize("hidden", HIDDEN)
+async def test_an_export_that_never_shows_is_an_error_that_says_what_lacks(
+    tmp_path, monkeypatch, hidden
+):
+    monkeypatch.setattr(arrival, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(arrival, "VISIBLE_WITHIN_S", 0.1)
+    export = Export(tmp_path)
+    export.hide(hidden)
+    async with anyio.create_task_group() as tasks:
+        executor_in(export.directory, tasks, post=export.post).execute(export.check)
+    (checked,) = export.said
+    assert str(export.path) in checked.error
+    assert checked.receipt is None

@@ -5,6 +5,7 @@ the commands alone, never read back from the machines under test. Everything tha
 waits in `pending`; `step(rng)` lets one of it happen.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 
@@ -22,6 +23,7 @@ from libra.ids import (
 )
 from libra.pools.pool import RolloutPool
 from libra.rollouts.accounts import BufferLimits
+from libra.rollouts.evaluation import EvaluationTerms, is_evaluated
 from libra.rollouts.group import AdmittedGroup, PromptRef
 from libra.rollouts.trajectory import SampleFailed, Trajectory
 from libra.weights.judge import judge_acks
@@ -37,6 +39,7 @@ from libra.wire.rank import (
 from libra_supervisor import events
 from libra_supervisor.loop import commands, cycle
 from libra_supervisor.loop.control import Control, Policy
+from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.publication import Publication, Terms
 from libra_supervisor.loop.rollout_desk import RolloutDesk
@@ -44,7 +47,6 @@ from libra_supervisor.loop.rollout_state import encoded
 
 RUN = RunId("run")
 PROBE = (1, 2, 3)
-PROBE_LOGPROBS = (-1.0, -2.0)
 METRICS = TrainMetrics(
     loss=0.0,
     grad_norm=1.0,
@@ -60,6 +62,11 @@ METRICS = TrainMetrics(
     train_s=0.2,
     peak_memory_bytes=0,
 )
+
+
+def probe_logprobs(version: PolicyVersion | None) -> tuple[float, ...]:
+    """What every right computation gives; versions differ by more than a run survives."""
+    return (-1.0 - (version or 0), -2.0)
 
 
 class ListCursor:
@@ -106,9 +113,11 @@ class World:
         num_instances: int = 2,
         min_rollout_gpus: int = 1,
         epochs: int | None = None,
+        eval_rows: int = 0,
+        eval_interval: int = 1,
         reload_method: ReloadMethod = "inplace",
         num_probes: int = 0,
-        probe_logprobs_of: Callable[[InstanceId], tuple[float, ...]] = lambda _: PROBE_LOGPROBS,
+        probe_error_of: Callable[[InstanceId], float] = lambda _: 0.0,
     ) -> None:
         self.now = 0.0
         self.pending: list[events.Event] = []
@@ -122,8 +131,12 @@ class World:
         """(attempt, step, worst staleness) of every batch sent to the ranks."""
 
         self.written: list[commands.WriteStep] = []
+        self.evaluated: list[commands.WriteEvaluation] = []
         self.reloads: list[commands.WriteReload] = []
         self.said: list[commands.Say] = []
+        self.answers_as: dict[InstanceId, Incarnation] = {}
+        """Strangers that answer in the place of a process, until it is replaced."""
+
         self.known: list[commands.KnowInstance] = []
         self.ended: commands.EndRun | None = None
         self.replaced: commands.ChangePlan | None = None
@@ -142,11 +155,15 @@ class World:
         self.published: list[tuple[int, PolicyVersion]] = []
         """(attempt, version) of every export ordered."""
 
+        self.loads_to_fail: list[InstanceId] = []
+        """Each makes one load of that instance fail, after which nobody knows its weights."""
+
+        self.num_births_of = Counter[InstanceId]()
         self.open_groups: dict[GroupId, AdmittedGroup] = {}
         self.offpolicyness = offpolicyness
         self._births = 0
         self._reload_method = reload_method
-        self._probe_logprobs_of = probe_logprobs_of
+        self._probe_error_of = probe_error_of
         self._ids = [InstanceId(f"vllm-{k}") for k in range(num_instances)]
         pool = RolloutPool([(i, 1) for i in self._ids], now=0.0)
         limits = BufferLimits(
@@ -171,11 +188,21 @@ class World:
                     total_steps=total_steps,
                     sync_interval=sync_interval,
                     save_interval=save_interval,
+                    eval_interval=eval_interval if eval_rows else None,
                 )
             ),
             pool=pool,
             desk=RolloutDesk(limits, ListCursor(epochs=epochs)),
             publication=Publication(terms, pool),
+            evaluator=Evaluator(
+                EvaluationTerms(
+                    rows=tuple(range(eval_rows)),
+                    num_samples=2,
+                    max_concurrent=3,
+                    max_attempts=3,
+                    pass_reward=1.0,
+                )
+            ),
             policy=Policy(
                 min_rollout_gpus=min_rollout_gpus,
                 publishes=sync_interval > 0,
@@ -239,6 +266,13 @@ class World:
         if self._end_process(instance_id, is_asked_for=False):
             self.start_process(instance_id)
 
+    def suspect_process(self, instance_id: InstanceId) -> None:
+        """Its supervision finds that it hangs, and begins to end it."""
+        process = self.processes[instance_id]
+        reason = "it has made no progress for 120 s while requests run"
+        child_id = ChildId(instance_id)
+        self.post(events.ChildSuspected(child_id, process.incarnation, reason, self.now))
+
     def _end_process(self, instance_id: InstanceId, *, is_asked_for: bool) -> bool:
         process = self.processes.pop(instance_id, None)
         if process is None:
@@ -265,6 +299,7 @@ class World:
         manifest_hash: str | None = None,
     ) -> None:
         self._births += 1
+        self.num_births_of[instance_id] += 1
         incarnation = Incarnation(f"{instance_id}-{self._births}")
         self.processes[instance_id] = Process(
             incarnation=incarnation, version=version, manifest_hash=manifest_hash
@@ -290,7 +325,7 @@ class World:
                 self._work(
                     WeightsExported(
                         version, f"/w/v{version}", f"hash-{self.attempt}-{version}",
-                        PROBE_LOGPROBS, 0.1,
+                        probe_logprobs(version), 0.1,
                     )
                 )  # fmt: skip
             case commands.CheckExport(version, _, manifest_hash):
@@ -327,10 +362,20 @@ class World:
                 self._drop_samples({group_id})
             case commands.CancelAllGroups():
                 self._drop_samples(set(self.open_groups))
+            case commands.StartEvaluated(group):
+                self.open_groups[group.group_id] = group
+                self.pending.append(events.SampleStarted(group.group_id, 0))
+                self._sample(group, 0)
+            case commands.CancelEvaluated(group_id):
+                self._drop_samples({group_id})
+            case commands.WriteEvaluation():
+                self.evaluated.append(command)
             case commands.WriteStep():
                 self.written.append(command)
             case commands.WriteReload(record):
                 self.reloads.append(command)
+                assert len({ack.nonce for ack in record.acks} - {record.nonce}) == 0
+                assert {ack.instance_id for ack in record.acks} >= set(record.accepted)
                 if record.outcome == "committed" and not record.is_catch_up:
                     assert record.policy_version == self.publishing
                     self.publishing = None
@@ -366,9 +411,16 @@ class World:
             case _:
                 return False
 
+    def _probe(self, instance_id: InstanceId) -> tuple[float, ...]:
+        first, second = probe_logprobs(self.processes[instance_id].version)
+        return (first, second - self._probe_error_of(instance_id))
+
     def _judge(self, request: ReloadRequest, acks: tuple[ReloadAck, ...]) -> AcksJudged:
         return judge_acks(
-            request, acks, trainer_probe_logprobs=PROBE_LOGPROBS, probe_tolerance=1e-3
+            request,
+            acks,
+            trainer_probe_logprobs=probe_logprobs(request.policy_version),
+            probe_tolerance=1e-3,
         )
 
     def _train(self, step, groups) -> None:
@@ -394,6 +446,13 @@ class World:
             self._supersede(instance_id)
             self.pending.append(_Replace(instance_id, incarnation, request))
             return
+        if not request.force:
+            assert process.version is None or process.version < request.policy_version
+        if instance_id in self.loads_to_fail:
+            self.loads_to_fail.remove(instance_id)
+            process.version = process.manifest_hash = None
+            self._acknowledge(instance_id, incarnation, request, error="loading failed")
+            return
         process.version = request.policy_version
         process.manifest_hash = request.manifest_hash
         self._acknowledge(instance_id, incarnation, request)
@@ -411,26 +470,25 @@ class World:
     def replace_for_reload(self, wanted: "_Replace", *, is_asked_for: bool = True) -> None:
         """End the process and start another from the version, which acknowledges."""
         instance_id, request = wanted.instance_id, wanted.request
-        process = self.processes.get(instance_id)
-        if process is None or process.incarnation != wanted.incarnation:
-            answer = events.ReloadAnswered(
-                instance_id, wanted.incarnation, request.nonce, None, "reset"
-            )
-            self.pending.append(answer)
-            return
+        # Whatever runs there by now: an earlier batch may have replaced what this one asked for.
         self._end_process(instance_id, is_asked_for=is_asked_for)
         self.start_process(instance_id, request.policy_version, request.manifest_hash)
         self._acknowledge(instance_id, wanted.incarnation, request)
 
     def _acknowledge(
-        self, instance_id: InstanceId, asked: Incarnation, request: ReloadRequest
+        self,
+        instance_id: InstanceId,
+        asked: Incarnation,
+        request: ReloadRequest,
+        *,
+        error: str | None = None,
     ) -> None:
         ack = ReloadAck(
             instance_id=instance_id,
             incarnation=self.processes[instance_id].incarnation,
             run_id=request.run_id,
             nonce=request.nonce,
-            policy_version=request.policy_version,
+            policy_version=self.processes[instance_id].version,
             method=self._reload_method,
             strategy="parallel",
             lock_wait_s=0.0,
@@ -439,7 +497,8 @@ class World:
             total_s=0.2,
             manifest_hash=request.manifest_hash,
             verified=("manifest", "files", "load", "probe"),
-            probe_logprobs=self._probe_logprobs_of(instance_id),
+            probe_logprobs=self._probe(instance_id),
+            error=error,
         )
         self.pending.append(events.ReloadAnswered(instance_id, asked, request.nonce, ack, ""))
 
@@ -449,7 +508,7 @@ class World:
             return
         state = InstanceState(
             instance_id=instance_id,
-            incarnation=incarnation,
+            incarnation=self.answers_as.pop(instance_id, incarnation),
             run_id=RUN,
             policy_version=process.version,
             is_paused=False,
@@ -469,7 +528,8 @@ class World:
             self.open_groups.pop(group_id, None)
 
     def _is_of(self, event, incarnation: Incarnation) -> bool:
-        return getattr(event, "incarnation", None) == incarnation
+        is_under_way = isinstance(event, _Replace)
+        return not is_under_way and getattr(event, "incarnation", None) == incarnation
 
 
 class _Generate(msgspec.Struct, frozen=True):
@@ -516,6 +576,9 @@ class RandomWorld(World):
     is_disk_stuck = False
     """Checkpoints are begun and do not get done."""
 
+    is_evaluation_stuck = False
+    """Answers for evaluations do not come."""
+
     @staticmethod
     def is_held(event: object) -> bool:
         """Replace it to keep events of a kind from happening."""
@@ -552,6 +615,8 @@ class RandomWorld(World):
             return False
         if not isinstance(event, _Generate):
             return True
+        if self.is_evaluation_stuck and is_evaluated(event.group_id):
+            return False
         has_started = not any(
             isinstance(e, events.SampleStarted)
             and (e.group_id, e.sample_index) == (event.group.group_id, event.index)

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from control_world import RandomWorld
 from libra.planner.search import plan
-from libra.wire.api import StatusSnapshot
+from libra.wire.api import ChildStatus, StatusSnapshot
 from libra_supervisor.app.collector import RunCollector, registry_of
 from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.instances.serving_meter import ServingMeter
@@ -14,6 +14,23 @@ from libra_supervisor.loop.stall import StallMeter
 from libra_supervisor.records.calibration import empty_book
 from libra_supervisor.records.trackers import Tracker, Trackers
 from planner_cases import grp_config
+
+
+def _engine(name: str, **signals: float) -> ChildStatus:
+    nothing = {"num_queued": None, "kv_use_fraction": None, "signals_age_s": None}
+    return ChildStatus(
+        child=name,
+        role="rollout",
+        state="serving",
+        since_s=1.0,
+        pid=2,
+        num_restarts=0,
+        policy_version=1,
+        num_in_flight=3,
+        last_error="",
+        **{**nothing, **signals},
+    )
+
 
 STATUS = StatusSnapshot(
     run_id="r",
@@ -30,7 +47,10 @@ STATUS = StatusSnapshot(
     uptime_s=1.0,
     eta_s=None,
     plan="",
-    children=(),
+    children=(
+        _engine("vllm-0", num_queued=4, kv_use_fraction=0.5, signals_age_s=2.0),
+        _engine("vllm-1"),
+    ),
     oldest_wait="",
 )
 
@@ -39,12 +59,18 @@ def _unopened():
     raise AssertionError("no step was offered")
 
 
-def trained_collector() -> RunCollector:
+def _trained_world() -> RandomWorld:
     world = RandomWorld()
     world.failure_chance = 0.2
     world.boot()
     world.run(Random(0))
     assert world.control.desk.dropped_by_reason
+    return world
+
+
+def trained_collector(world: RandomWorld | None = None) -> RunCollector:
+    """Of `world`, whose run is over; of one that dropped something when none is given."""
+    world = world or _trained_world()
     config = grp_config(planner={"initial_allocation_strategy": "configured"})
     forecaster = Forecaster(
         config,

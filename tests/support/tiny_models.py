@@ -75,6 +75,21 @@ def make_tiny_model(directory: Path, kind: str, *, seed: int = 7, **changes: Any
     return directory
 
 
+def make_other_architectures(directory: Path) -> None:
+    """Write tiny models that Megatron-Core's mapping does not know.
+
+    `olmo2` is a plain decoder of another make; `granite` scales its logits.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - seconds to import
+
+    sizes = {name: BASE[name] for name in ("hidden_size", "intermediate_size", "vocab_size")}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    for kind, options in {"olmo2": {}, "granite": {"logits_scaling": 4.0}}.items():
+        torch.manual_seed(3)
+        config = AutoConfig.for_model(kind, **sizes, **options, pad_token_id=None)
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory / kind)
+
+
 def _weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 

@@ -30,9 +30,11 @@ def run_config(model_path: Path, **options: Any) -> RunConfig:
 @contextmanager
 def joined_world(config: RunConfig) -> Iterator[Any]:
     """The World of this torchrun rank."""
-    from libra.trainer import cpu_path
+    has_megatron = config.training.train_backend == "megatron_core"
+    if has_megatron:
+        from libra.trainer import cpu_path
 
-    cpu_path.enable()
+        cpu_path.enable()
     import torch
 
     from libra.trainer.layout import coordinates, parallel_sizes
@@ -44,7 +46,7 @@ def joined_world(config: RunConfig) -> Iterator[Any]:
     sizes = parallel_sizes(config.training, world_size=int(environment["WORLD_SIZE"]))
     at = coordinates(sizes, rank=rank, local_rank=local_rank)
     device = choose_device(config.control.device, local_rank=local_rank)
-    world = join_world(sizes, at, device, timeout_s=60)
+    world = join_world(sizes, at, device, timeout_s=60, has_megatron=has_megatron)
     try:
         yield world
     finally:

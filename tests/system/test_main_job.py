@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from libra.storage.safetensors import model_tensors
+
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]
 
@@ -23,11 +25,17 @@ NUM_STEPS = 60
 class Job:
     """One `libra-supervisor run` as a child of this test."""
 
-    def __init__(self, run_dir: Path, quickstart: Path, *arguments: str) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        quickstart: Path,
+        *arguments: str,
+        verb: tuple[str | Path, ...] = ("run",),
+    ) -> None:
         self.run_dir = run_dir
         self.log = run_dir.with_suffix(".out")
         command = [
-            *(sys.executable, "-m", "libra_supervisor.cli", "run"),
+            *(sys.executable, "-m", "libra_supervisor.cli", *verb),
             *(str(ROOT / "configs/quickstart.yaml"), "--run-dir", str(run_dir)),
             *("-o", f"model_path={quickstart / 'model'}"),
             *("-o", f"train_data={quickstart / 'train.jsonl'}"),
@@ -137,8 +145,9 @@ def explain(run_dir: Path) -> dict:
 def finished(tmp_path_factory, quickstart):
     """One whole run, and what its processes looked like while it ran."""
     run_dir = tmp_path_factory.mktemp("main") / "run"
-    options = ("-o", f"total_steps={NUM_STEPS}", "-o", "save_interval=20")
-    job = Job(run_dir, quickstart, *options, "--log-level", "debug")
+    evaluation = ("-o", f"eval_data={quickstart / 'eval.jsonl'}", "-o", "eval_samples=2")
+    options = ("-o", f"total_steps={NUM_STEPS}", "-o", "save_interval=20", "-o", "eval_interval=40")
+    job = Job(run_dir, quickstart, *options, *evaluation, "--log-level", "debug")
     try:
         job.until_step(1, 600)
         commands = [" ".join(p.cmdline()) for p in tagged_processes(run_dir)]
@@ -237,6 +246,21 @@ def test_the_run_directory_is_complete(finished):
     assert len(list((job.run_dir / "checkpoints").iterdir())) == 2
 
 
+def test_the_first_the_last_and_each_version_that_is_due_are_evaluated(finished):
+    job, *_ = finished
+    evaluations = read_lines(job.run_dir / "evaluations.jsonl")
+    assert [line["policy_version"] for line in evaluations] == [0, 40, NUM_STEPS]
+    for line in evaluations:
+        version, summary = line["policy_version"], line["summary"]
+        assert summary["num_trajectories"] == 2 * summary["num_rows"] > 0
+        assert summary["num_failed"] == 0
+        written = read_lines(job.run_dir / f"trajectories/eval_v{version:06d}.jsonl")
+        assert len({t["trajectory_id"] for t in written}) == summary["num_trajectories"]
+        assert {t["oldest_version"] for t in written} == {version}
+    first, _, last = (line["summary"]["reward_mean"] for line in evaluations)
+    assert last > first
+
+
 def test_the_logs_verb_shows_what_the_engines_wrote(finished):
     job, *_ = finished
     command = [sys.executable, "-m", "libra_supervisor.cli", "logs", "--role", "rollout"]
@@ -327,6 +351,71 @@ def test_two_signals_during_start_up_leave_nothing_running(tmp_path, quickstart,
         if job.process.poll() is None:
             job.kill()
     assert tagged_processes(job.run_dir) == []
+
+
+@pytest.mark.long
+def test_the_fsdp_backend_does_the_whole_job_and_resumes_it(tmp_path, quickstart):
+    run_dir = tmp_path / "run"
+    job = Job(run_dir, quickstart, "-o", "train_backend=fsdp", "-o", "total_steps=3")
+    try:
+        assert job.wait(900) == 0, job.said()
+        job = Job(
+            run_dir, quickstart, "-o", "train_backend=fsdp", "-o", "total_steps=4", "--resume"
+        )
+        assert job.wait(900) == 0, job.said()
+    finally:
+        if job.process.poll() is None:
+            job.kill()
+    steps = job.steps()
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert steps[0]["staleness_max"] == 0
+    assert steps[0]["kl_mismatch"] < 1e-3
+    reloads = read_lines(run_dir / "reloads.jsonl")
+    assert [r["policy_version"] for r in reloads if not r["is_catch_up"]] == [0, 1, 2, 3, 3, 4]
+    assert all(r["outcome"] == "committed" and len(r["accepted"]) == 2 for r in reloads)
+    assert all(r["probe_difference"] < 1e-3 for r in reloads)
+    names = [
+        {tensor.name for tensor in model_tensors(directory)}
+        for directory in (quickstart / "model", run_dir / "weights/v000004")
+    ]
+    assert names[0] == names[1]
+    assert tagged_processes(run_dir) == []
+
+
+@pytest.mark.long
+def test_a_checkpoint_is_exported_evaluated_and_forked(tmp_path, quickstart):
+    first = Job(tmp_path / "first", quickstart, "-o", "total_steps=2")
+    evaluated = forked = first
+    try:
+        assert first.wait(900) == 0, first.said()
+        checkpoint = first.run_dir / "checkpoints/step_000002"
+        export = [sys.executable, "-m", "libra_supervisor.cli", "export"]
+        subprocess.run([*export, checkpoint, tmp_path / "out"], check=True, cwd=tmp_path)
+        evaluation = ("-o", f"eval_data={quickstart / 'eval.jsonl'}", "-o", "eval_samples=2")
+        evaluated = Job(tmp_path / "eval", quickstart, *evaluation, verb=("eval", checkpoint))
+        assert evaluated.wait(900) == 0, evaluated.said()
+        # Other data order and groups than the checkpoint's run.
+        options = ("-o", "total_steps=3", "-o", "seed=9", "-o", "n_samples=4")
+        forked = Job(tmp_path / "fork", quickstart, *options, verb=("fork", checkpoint))
+        assert forked.wait(900) == 0, forked.said()
+    finally:
+        for job in (first, evaluated, forked):
+            if job.process.poll() is None:
+                job.kill()
+    published = first.run_dir / "weights/v000002"
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (published / name).read_bytes()
+    (line,) = read_lines(evaluated.run_dir / "evaluations.jsonl")
+    assert line["policy_version"] == 2
+    assert line["summary"]["num_trajectories"] == 2 * line["summary"]["num_rows"]
+    assert "v2: avg@2 " in evaluated.said()
+    assert evaluated.steps() == []
+    assert [step["step"] for step in forked.steps()] == [3]
+    # A checkpoint's version is published first: engine and trainer agree on it.
+    assert [r["policy_version"] for r in read_lines(forked.run_dir / "reloads.jsonl")] == [2, 3]
+    assert forked.steps()[0]["staleness_max"] == 0
+    assert forked.steps()[0]["kl_mismatch"] < 1e-3
+    assert tagged_processes(forked.run_dir) == []
 
 
 @pytest.mark.long

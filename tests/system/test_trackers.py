@@ -31,7 +31,9 @@ def record(step, *, attempt, reward):
         ),
         batch=msgspec.convert(summary, BatchSummary, strict=False),
         metrics=METRICS,
-        times=StepTimes(rollout_wait_s=1.0, export_s=1.0, reload_s=1.0, step_s=4.0),
+        times=StepTimes(
+            rollout_wait_s=1.0, export_s=1.0, reload_s=1.0, publish_wait_s=0.0, step_s=4.0
+        ),
     )
 
 

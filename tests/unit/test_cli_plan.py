@@ -1,17 +1,24 @@
+import json
 from argparse import Namespace
 from pathlib import Path
 
+import pytest
+
 from libra.config.load import load_config
+from libra.errors import DataError
 from libra.planner.calibration import Observation
 from libra_supervisor.cli.inspection import plan
 from libra_supervisor.records.calibration import CalibrationStore, empty_book
+from libra_supervisor.records.reader import observed_lengths
+from libra_supervisor.run_directory import RunDirectory
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "qwen3_14b_48gpu.yaml"
 
 
-def planned(capsys, directory):
+def planned(capsys, directory, *, lengths_of=None):
     overrides = (f"global_resource_planner.calibration_dir={directory}",)
-    assert plan(Namespace(config=CONFIG, overrides=overrides, as_json=False)) == 0
+    options = Namespace(config=CONFIG, overrides=overrides, as_json=False, lengths_of=lengths_of)
+    assert plan(options) == 0
     return capsys.readouterr().out
 
 
@@ -30,3 +37,30 @@ def test_plan_uses_and_shows_what_was_measured(tmp_path, capsys):
 
 def train_gpus(text):
     return int(text.partition("train ")[2].partition(" GPUs")[0])
+
+
+def test_plan_for_the_lengths_that_a_run_had(tmp_path, capsys):
+    (tmp_path / "trajectories").mkdir()
+    line = json.dumps({"num_response_tokens": 500, "token_ids": [0] * 600})
+    (tmp_path / "trajectories/step_000001.jsonl").write_text(f"{line}\n" * 5)
+    shown = planned(capsys, tmp_path, lengths_of=tmp_path)
+    assert "demand: observed: 5 trajectories" in shown
+    short = planned(capsys, tmp_path)
+    assert step_s(shown) < step_s(short)
+
+
+def test_a_directory_without_trajectories_is_named(tmp_path):
+    with pytest.raises(DataError, match="no trajectories yet"):
+        observed_lengths(RunDirectory(tmp_path))
+
+
+def test_the_newest_trajectories_come_first_and_prompts_are_what_was_not_sampled(tmp_path):
+    (tmp_path / "trajectories").mkdir()
+    for step, sampled in ((1, 9), (2, 5)):
+        line = json.dumps({"num_response_tokens": sampled, "token_ids": [0] * (3 + sampled)})
+        (tmp_path / f"trajectories/step_{step:06d}.jsonl").write_text(f"{line}\n")
+    assert observed_lengths(RunDirectory(tmp_path)) == ((3, 5), (3, 9))
+
+
+def step_s(text):
+    return float(text.partition("step ")[2].partition(" s")[0])

@@ -60,8 +60,9 @@ def test_an_architecture_that_cannot_be_trained_lists_those_that_can(tmp_path: P
     run = write_run(tmp_path)
     write_model(tmp_path / "model", architectures=["MambaForCausalLM"])
     problem = problems_of(run)["model_path"]
-    assert "MambaForCausalLM, which cannot be trained" in problem.what
+    assert "MambaForCausalLM, which megatron_core cannot train" in problem.what
     assert "LlamaForCausalLM" in problem.hint
+    assert not problems_of(run, "train_backend=fsdp")
 
 
 def test_head_counts_of_the_model_are_used_in_tensor_parallel_rules(tmp_path: Path):

@@ -441,6 +441,8 @@ def test_the_cluster_holds_what_is_used():
         ("train_backend: fsdp\nmegatron_use_distributed_optimizer: true",
          "megatron_use_distributed_optimizer"),
         ("train_backend: fsdp\ntrain_gpus: 2\ntrain_pp_size: 2", "train_pp_size"),
+        ("train_backend: fsdp\nglobal_resource_planner: {initial_allocation_strategy: grp}",
+         "global_resource_planner.initial_allocation_strategy"),
         ("heterogeneous_rollout: {scheduling: {load_balance_weights: {tp1: 2}}}",
          f"{SCHEDULING}.load_balance_weights"),
         ("heterogeneous_rollout: {scheduling: {kv_capacity_tokens_by_tp: {1: 9}}}",
@@ -448,6 +450,8 @@ def test_the_cluster_holds_what_is_used():
         (("heterogeneous_rollout: {scheduling: {load_balance_strategy: round_robin, "
          "load_metric: tokens}}"), f"{SCHEDULING}.load_metric"),
         ("lr_decay_steps: 5", "lr_decay_steps"),
+        ("eval_data: d.jsonl\nrollout_weight_sync_mode: none\nmax_head_offpolicyness: .inf",
+         "eval_data"),
         ("megatron_optimizer_offload_fraction: 0.5", "megatron_optimizer_offload_fraction"),
     ],
 )  # fmt: skip
@@ -466,6 +470,7 @@ def test_an_option_of_another_choice_is_refused(text: str, path: str):
          f"{SCHEDULING}.prefix_affinity_max_entries"),
         ("kl_estimator: k1", "kl_estimator"),
         ("kl_unbiased: true", "kl_unbiased"),
+        ("eval_interval: 5", "eval_interval"),
         ("api: {api_host: '0.0.0.0'}", "api.api_host"),
         (("global_resource_planner: {initial_allocation_strategy: grp}\ntrain_gpus: 2\n"
          "train_tp_size: 2"), "train_tp_size"),

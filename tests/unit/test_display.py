@@ -118,6 +118,7 @@ def test_status_lists_every_child_in_aligned_columns():
             "num_in_flight": 7,
             "num_queued": None,
             "kv_use_fraction": None,
+            "signals_age_s": None,
             "last_error": "",
         }
         return ChildStatus(**{**base, **changes})
@@ -139,8 +140,9 @@ def test_status_lists_every_child_in_aligned_columns():
             eta_s=None,
             plan="train 2 GPUs",
             children=(
-                child("vllm-0", num_queued=3, kv_use_fraction=0.42),
+                child("vllm-0", num_queued=12, kv_use_fraction=0.5, signals_age_s=3.0),
                 child("vllm-1", pid=None, last_error="killed by SIGKILL"),
+                child("trainer", role="trainer"),
             ),
             oldest_wait="group g has been silent for 3 s",
         )
@@ -148,9 +150,14 @@ def test_status_lists_every_child_in_aligned_columns():
     lines = text.splitlines()
     assert lines[0] == "run r-1 (pid 4), up 1:02, ETA -"
     assert "group g has been silent for 3 s" in lines
-    header, first, second = lines[-3:]
+    header, first, second, trainer = lines[-4:]
     assert header.index("pid") == first.index("41") == second.index("-", 8)
     assert second.endswith("killed by SIGKILL")
-    places = {name: header.index(name) for name in ("in flight", "queued", "KV use")}
-    assert second[places["queued"]] == second[places["KV use"]] == "-"
-    assert first[places["queued"] :].split()[:2] == ["3", "42%"]
+    # What an engine does not tell is unknown, not 0; a trainer has none of it.
+    shown = [line[header.index("queued") : header.index("last error")] for line in lines[-3:]]
+    assert [cells.split() for cells in shown] == [
+        ["12", "50%", "0:03", "ago"],
+        ["?", "?", "-"],
+        ["-", "-", "-"],
+    ]
+    assert trainer.startswith("trainer")

@@ -1,12 +1,14 @@
 import json
 import re
 from pathlib import Path
+from random import Random
 
 import anyio
 import pytest
 import yaml
 from prometheus_client import generate_latest
 
+from control_world import RandomWorld
 from metrics_source import trained_collector, trained_registry
 
 MONITORING = Path(__file__).resolve().parents[2] / "configs" / "monitoring"
@@ -14,11 +16,11 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
 METRIC = re.compile(r"\blibra_[a-z0-9_]+")
 
 
-def collected():
+def collected(world=None):
     """The page reads the event loop's clock, as it is read inside one."""
 
     async def collect():
-        return list(trained_collector().collect())
+        return list(trained_collector(world).collect())
 
     return anyio.run(collect)
 
@@ -28,6 +30,29 @@ def exported():
     """Names on the metrics page of a run that has trained a step and dropped something."""
     families = collected()
     return {name for family in families for name in (family.name, f"{family.name}_total")}
+
+
+def test_reloads_are_counted_by_outcome_and_measured_by_part():
+    world = RandomWorld(total_steps=3)
+    world.boot()
+    rng = Random(1)
+    while world.publishing != 2:
+        world.step(rng)
+    world.loads_to_fail.append("vllm-0")
+    world.run(rng)
+    values = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in collected(world)
+        for sample in family.samples
+    }
+    assert values["libra_reload_batches_total", "committed"] == 4
+    assert values["libra_reload_batches_total", "caught_up"] == 1
+    assert values["libra_reload_batches_total", "failed"] == 0
+    assert values["libra_reload_quarantines_total",] == 1
+    assert values["libra_reload_acks_refused_total",] == 0
+    assert values["libra_reload_instance_seconds", "model_load"] == 0.1
+    assert values["libra_reload_instance_seconds", "total"] == 0.2
+    assert values["libra_reload_probe_difference",] == 0.0
 
 
 def expressions_of_alerts():
@@ -91,6 +116,22 @@ def test_prometheus_own_library_reads_the_page_and_every_name_has_its_unit():
     counts = {
         "libra_step", "libra_policy_version", "libra_instances", "libra_trajectories_running",
         "libra_trajectories_buffered", "libra_reward_mean", "libra_kl_mismatch",
-        "libra_staleness_versions_mean",
+        "libra_staleness_versions_mean", "libra_engine_requests_in_flight",
+        "libra_engine_requests_queued", "libra_reload_probe_difference",
     }  # fmt: skip
     assert {name for name in names if not name.endswith(units)} == counts
+
+
+@pytest.mark.case("R-B18", "R-B23")
+def test_engines_are_exported_with_the_age_of_their_signals_and_unknown_is_absent():
+    values = {
+        family.name: {s.labels["instance"]: s.value for s in family.samples}
+        for family in collected()
+        if family.name.startswith("libra_engine_")
+    }
+    assert values == {
+        "libra_engine_requests_in_flight": {"vllm-0": 3, "vllm-1": 3},
+        "libra_engine_requests_queued": {"vllm-0": 4},
+        "libra_engine_kv_use_ratio": {"vllm-0": 0.5},
+        "libra_engine_signals_age_seconds": {"vllm-0": 2.0},
+    }

@@ -5,9 +5,11 @@ import pytest
 
 from control_world import METRICS, trajectory
 from libra.ids import PolicyVersion, PromptId
+from libra.rollouts.evaluation import Evaluation, EvaluationTerms
 from libra.rollouts.group import AdmittedGroup, CompleteGroup, PromptRef
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.step_book import StepBook
+from libra_supervisor.records.evaluation import EvaluationRecord
 from libra_supervisor.records.reader import last_attempt
 from libra_supervisor.records.writer import RecordsWriter, append_line
 from libra_supervisor.run_directory import RunDirectory
@@ -85,6 +87,32 @@ def test_trajectories_and_metrics_of_a_step_are_lines_that_programs_can_read(tmp
     assert [t["reward"] for t in written] == [1.0, 0.0, 1.0, 1.0]
     assert written[0]["version_spans"] == [[4, 1, 3]]
     assert written[0]["oldest_version"] == 4
+
+
+def test_an_evaluation_is_a_line_and_a_file_of_its_trajectories(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.create()
+    terms = EvaluationTerms(
+        rows=(0, 1), num_samples=1, max_concurrent=4, max_attempts=1, pass_reward=1.0
+    )
+    evaluation = Evaluation(terms, PolicyVersion(4))
+    for admitted, reward in zip(evaluation.admit(), (1.0, 0.0), strict=True):
+        evaluation.on_finished(trajectory(admitted, 0, PolicyVersion(4), reward))
+    record = EvaluationRecord(
+        policy_version=PolicyVersion(4),
+        attempt=2,
+        wall_time_ns=1,
+        eval_s=0.5,
+        summary=evaluation.summary(),
+    )
+    RecordsWriter(directory).write_evaluation(record, evaluation.trajectories)
+    (line,) = directory.evaluations.read_text().splitlines()
+    read = json.loads(line)
+    assert (read["policy_version"], read["attempt"]) == (4, 2)
+    assert read["summary"]["reward_mean"] == 0.5
+    assert read["summary"]["pass_at"] == {"1": 0.5}
+    written = [json.loads(x) for x in directory.evaluated_of(4).read_text().splitlines()]
+    assert [t["reward"] for t in written] == [1.0, 0.0]
 
 
 def test_a_line_torn_by_a_crash_does_not_swallow_the_next_one(tmp_path):

@@ -68,6 +68,24 @@ def test_a_move_outside_the_table_is_a_bug():
         moved(pool[A], MemberState.SERVING, now=1.0)
 
 
+@pytest.mark.case("R-B41")
+def test_a_process_that_hangs_serves_no_more_from_the_moment_that_it_is_suspected():
+    pool = serving_pool()
+    pool.on_suspected(A, "no progress for 120 s", now=4.0)
+    assert pool[A].state is MemberState.QUARANTINED
+    assert (pool[A].version, pool[A].last_error) == (None, "no progress for 120 s")
+    assert not pool.on_version_confirmed(A, FIRST, V7, committed=V7, now=5.0)
+    pool.on_exited(A, "killed", now=6.0)
+    assert pool[A].state is MemberState.RESTARTING
+
+
+def test_one_that_is_suspected_before_it_answers_goes_on_starting():
+    pool = RolloutPool([(A, 2)], now=0.0)
+    pool.on_started(A, FIRST, now=1.0)
+    pool.on_suspected(A, "not ready within 900 s", now=901.0)
+    assert pool[A].state is MemberState.STARTING
+
+
 def test_an_instance_that_is_to_be_replaced_serves_again_only_with_its_next_process():
     pool = serving_pool()
     pool.on_replace_requested(A, now=4.0)

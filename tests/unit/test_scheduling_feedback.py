@@ -201,10 +201,18 @@ def test_an_engine_that_runs_empty_is_not_thrashing():
     assert not scheduler.instances(now + 1)[0].is_penalized
 
 
-def test_snapshots_change_nothing_while_feedback_is_off():
+@pytest.mark.case("R-B18", "R-B23")
+def test_snapshots_change_nothing_while_feedback_is_off_but_are_shown_with_their_age():
     scheduler = fleet_of(2)
     seen = snapshot(1.0, num_running=99, num_waiting=9, kv_use_fraction=1.0, num_preemptions=5)
     scheduler.on_snapshot(I0, seen, 1.0)
+    scheduler.on_snapshot(I0, snapshot(0.5, num_waiting=2), 1.0)  # late news is no news
+    first, second = scheduler.instances(3.0)
+    assert (first.kv_use_fraction, first.num_queued, first.snapshot_age_s) == (1.0, 9, 2.0)
+    assert (second.kv_use_fraction, second.num_queued, second.snapshot_age_s) == (None,) * 3
+    scheduler.on_snapshot(I0, snapshot(4.0, num_running=3), 4.0)
+    first, _ = scheduler.instances(5.0)
+    assert (first.kv_use_fraction, first.num_queued, first.snapshot_age_s) == (None, None, 1.0)
     assert {place(scheduler, 1.0).instance_id for _ in range(2)} == {"i0", "i1"}
 
 

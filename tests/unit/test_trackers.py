@@ -20,7 +20,9 @@ def record(step=1, *, num_dropped=None):
         context=StepContext(step=step, attempt=1, wall_time_ns=5, num_dropped=num_dropped or {}),
         batch=msgspec.convert(summary, BatchSummary, strict=False),
         metrics=METRICS,
-        times=StepTimes(rollout_wait_s=1.0, export_s=1.0, reload_s=1.0, step_s=4.0),
+        times=StepTimes(
+            rollout_wait_s=1.0, export_s=1.0, reload_s=1.0, publish_wait_s=0.0, step_s=4.0
+        ),
     )
 
 

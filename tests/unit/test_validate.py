@@ -234,6 +234,19 @@ def test_a_bad_row_of_real_data_is_named_by_line(tmp_path: Path):
     assert "1 row, 1 skipped" in skipped.stdout
 
 
+@pytest.mark.case("T-B39")
+def test_a_bad_row_of_the_evaluation_s_data_is_named_under_its_own_key(tmp_path: Path):
+    path = write_run(tmp_path, eval_data="e.jsonl")
+    write_tokenizer(tmp_path / "model")
+    write_rows(tmp_path / "d.jsonl", "two")
+    write_rows(tmp_path / "e.jsonl", "two", 5)
+    out = run(path, summarize_dataset=summarize_dataset)
+    assert out.exit_code == 2
+    assert "eval_data: " in out.stderr
+    assert "train_data: " not in out.stderr
+    assert f"{tmp_path}/e.jsonl:2:1: 'prompt' is 5" in out.stderr
+
+
 def test_an_over_long_prompt_of_real_data_is_named_by_line(tmp_path: Path):
     path = write_run(tmp_path)
     write_tokenizer(tmp_path / "model")

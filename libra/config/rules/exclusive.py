@@ -53,6 +53,13 @@ CHOICES: Final = (
         _is("megatron_core"),
         "megatron_core",
     ),
+    # The planner splits the training side by Megatron-Core's degrees.
+    Dependence(
+        _prefixed(_PLANNER, "initial_allocation_strategy"),
+        "train_backend",
+        _is("megatron_core"),
+        "megatron_core",
+    ),
     Dependence(
         _prefixed(_SCHEDULING, "load_balance_weights"),
         f"{_SCHEDULING}.load_balance_strategy",
@@ -71,6 +78,8 @@ CHOICES: Final = (
         _is("kv_tokens"),
         "kv_tokens",
     ),
+    # Engines that keep the base model would be evaluated over and over.
+    Dependence(("eval_data",), "rollout_weight_sync_mode", _is_not("none"), "not none"),
     Dependence(
         ("lr_decay_steps", "lr_min_fraction"), "lr_schedule", _is_not("constant"), "not constant"
     ),
@@ -131,6 +140,7 @@ SWITCHES: Final = (
         _is_not("none"),
         "not none",
     ),
+    Dependence(("eval_interval", "eval_samples", "eval_pass_reward"), "eval_data", bool, "set"),
     Dependence(("recompute_micro_batch_size",), "recompute_logprobs", bool, "true"),
     Dependence(
         _prefixed(

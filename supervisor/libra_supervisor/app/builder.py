@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from libra.data.dataset import PromptDataset
 from libra.ids import RunId
 from libra.scheduling.scheduler import Scheduler
 from libra.workflows.loading import load_workflow
@@ -130,11 +131,11 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             environ=launch.environ,
         )
 
-    def runner(self, fleet: Fleet, pool: RewardPool) -> RolloutRunner:
+    def runner(self, tasks: PromptDataset, fleet: Fleet, pool: RewardPool) -> RolloutRunner:
         config = self.launch.config
         return RolloutRunner(
             RunnerParts(
-                tasks=self.prompts.dataset,
+                tasks=tasks,
                 workflow=load_workflow(config.data.workflow, config.data.workflow_args),
                 tokenizer=self.prompts.tokenizer,
                 router=EngineRouter(self.room, fleet),

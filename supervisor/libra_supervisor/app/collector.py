@@ -56,6 +56,7 @@ class RunCollector(Collector):
         yield GaugeMetricFamily(
             "libra_trajectories_buffered", "Of complete groups that wait.", status.num_buffered
         )
+        yield from self._of_engines(status)
         yield from self._of_last_step()
         yield from self._of_forecast()
         missed = CounterMetricFamily(
@@ -73,6 +74,43 @@ class RunCollector(Collector):
             dropped.add_metric([reason], count)
         yield dropped
         yield from self._of_event_loop()
+        yield from self._of_reloads()
+
+    def _of_reloads(self) -> Iterator[Metric]:
+        counts = self._control.publication.counts
+        batches = CounterMetricFamily(
+            "libra_reload_batches", "Batches of weight reloads that ended.", labels=["outcome"]
+        )
+        for outcome, number in counts.num_batches.items():
+            batches.add_metric([outcome], number)
+        yield batches
+        yield CounterMetricFamily(
+            "libra_reload_acks_refused",
+            "Duplicate, late or foreign acknowledgements.",
+            counts.num_refused_acks,
+        )
+        yield CounterMetricFamily(
+            "libra_reload_quarantines",
+            "Instances taken out of routing because a reload failed.",
+            counts.num_quarantined,
+        )
+        last = counts.last
+        if last is None:
+            return
+        part_of = GaugeMetricFamily(
+            "libra_reload_instance_seconds",
+            "Longest of any instance in the newest batch of the whole fleet, by part.",
+            labels=["part"],
+        )
+        for part in ("lock_wait_s", "process_stop_s", "model_load_s", "total_s"):
+            longest = max((getattr(ack, part) for ack in last.acks), default=0.0)
+            part_of.add_metric([part.removesuffix("_s")], longest)
+        yield part_of
+        yield GaugeMetricFamily(
+            "libra_reload_probe_difference",
+            "Largest |trainer - engine| logprob of the probe in it.",
+            last.probe_difference,
+        )
 
     def _of_event_loop(self) -> Iterator[Metric]:
         yield HistogramMetricFamily(
@@ -86,6 +124,37 @@ class RunCollector(Collector):
             "The longest of the last minute.",
             self._stalls.longest_s(now=clock.now()),
         )
+
+    def _of_engines(self, status: StatusSnapshot) -> Iterator[Metric]:
+        """As last scraped; what an engine does not tell is absent, never 0."""
+        engines = [child for child in status.children if child.role == "rollout"]
+        for name, text, values in (
+            (
+                "libra_engine_requests_in_flight",
+                "Ours, by instance.",
+                {e.child: e.num_in_flight for e in engines},
+            ),
+            (
+                "libra_engine_requests_queued",
+                "Waiting inside the engine, of whomever.",
+                {e.child: e.num_queued for e in engines},
+            ),
+            (
+                "libra_engine_kv_use_ratio",
+                "KV-cache occupancy, 0 to 1.",
+                {e.child: e.kv_use_fraction for e in engines},
+            ),
+            (
+                "libra_engine_signals_age_seconds",
+                "Since the engine's metrics were last read.",
+                {e.child: e.signals_age_s for e in engines},
+            ),
+        ):
+            family = GaugeMetricFamily(name, text, labels=["instance"])
+            for instance, value in values.items():
+                if value is not None:
+                    family.add_metric([instance], value)
+            yield family
 
     def _of_last_step(self) -> Iterator[Metric]:
         last = self._control.book.last

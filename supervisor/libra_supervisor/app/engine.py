@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import anyio
 import msgspec
@@ -29,9 +29,6 @@ from libra_supervisor.process.child import RunningChild
 from libra_supervisor.process.lifecycle import ChildHooks
 from libra_supervisor.process.spec import ProcessSpec
 from libra_supervisor.run_directory import RunDirectory
-
-if TYPE_CHECKING:
-    from libra.scheduling.load import LoadSnapshot
 
 READY_POLL_S: Final = 0.5
 DRAIN_POLL_S: Final = 0.1
@@ -108,9 +105,6 @@ class Engine(ChildHooks):
         self.placement = placement
         self.reload_begun_at: float | None = None
         """Since when a reload is asked for: for a while no progress is owed."""
-
-        self.load: LoadSnapshot | None = None
-        """As the process said it last; None before it did."""
 
         self.longest_reload_s = 0.0
         self._site = site
@@ -266,7 +260,7 @@ class Engine(ChildHooks):
         if self._client is not None:
             await self._client.__aexit__(None, None, None)
             self._client = None
-        self._url = self.load = None
+        self._url = None
 
     def _release_port(self) -> None:
         if self._lease is not None:
@@ -358,7 +352,6 @@ class Engine(ChildHooks):
             now=polled.at,
         )
         if metrics is not None:
-            self.load = metrics.load
             self._scheduler.on_snapshot(instance_id, metrics.load, polled.at)
             self._site.meter.on_page(instance_id, polled.incarnation, metrics.serving)
 

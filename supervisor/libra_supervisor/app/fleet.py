@@ -14,7 +14,6 @@ from libra.config.supervision import SupervisionConfig
 from libra.config.weights import WeightsConfig
 from libra.errors import PeerError
 from libra.ids import ChildId, Incarnation, InstanceId, RequestId
-from libra.scheduling.load import LoadSnapshot
 from libra.tracing.log import get_log
 from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest
 from libra_supervisor.app.engine import Engine
@@ -93,10 +92,6 @@ class Fleet:
 
     def status_of(self, instance_id: InstanceId) -> ChildStatus:
         return self._supervisions[instance_id].status()
-
-    def load_of(self, instance_id: InstanceId) -> LoadSnapshot | None:
-        """Return what the engine's newest metrics say; None before there are any."""
-        return self._engines[instance_id].load
 
     def client_of(self, instance_id: InstanceId) -> InstanceClient:
         return self._engines[instance_id].client

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -9,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from libra import clock
 from libra.ids import InstanceId, PolicyVersion, PromptId, RequestId, RunId
 from libra.pools.member import MemberState
-from libra.scheduling.load import LoadSnapshot
+from libra.scheduling.explanation import InstanceView
 from libra.scheduling.request import RouteRequest
 from libra.scheduling.scheduler import Scheduler
 from libra.wire.api import ChildStatus, StatusSnapshot, Verb, VerbReply, VerbRequest
@@ -42,14 +43,13 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 class Operator:
     """Answers from the loop's state; changes it only by posting events."""
 
-    def __init__(  # noqa: PLR0913 - what it looks at
+    def __init__(
         self,
         facts: Facts,
         *,
         control: Control,
         inbox: Inbox[Event],
         engine_status: Callable[[InstanceId], ProcessStatus],
-        engine_load: Callable[[InstanceId], LoadSnapshot | None],
         trainer_status: Callable[[], ProcessStatus],
         scheduler: Scheduler,
     ) -> None:
@@ -58,7 +58,6 @@ class Operator:
         self._inbox = inbox
         self.registry = CollectorRegistry()
         self._engine_status = engine_status
-        self._engine_load = engine_load
         self._trainer_status = trainer_status
         self._scheduler = scheduler
 
@@ -87,7 +86,7 @@ class Operator:
             uptime_s=progress.elapsed_s,
             eta_s=progress.eta_s,
             plan=self._facts.plan_in_words,
-            children=(self._trainer(), *map(self._engine, self._engine_ids())),
+            children=(self._trainer(), *self._engines()),
             oldest_wait=self._oldest_wait(),
         )
 
@@ -171,10 +170,13 @@ class Operator:
     def _engine_ids(self) -> tuple[InstanceId, ...]:
         return tuple(member.instance_id for member in self._control.pool.members)
 
-    def _engine(self, instance_id: InstanceId) -> ChildStatus:
+    def _engines(self) -> list[ChildStatus]:
+        views = {view.instance_id: view for view in self._scheduler.instances(clock.now())}
+        return [self._engine(i, views.get(i)) for i in self._engine_ids()]
+
+    def _engine(self, instance_id: InstanceId, view: InstanceView | None) -> ChildStatus:
+        """`view`: as routing sees it; None before it has answered."""
         member, process = self._control.pool[instance_id], self._engine_status(instance_id)
-        load = self._engine_load(instance_id)
-        waiting = None if load is None else load.num_waiting
         return ChildStatus(
             child=instance_id,
             role="rollout",
@@ -183,9 +185,10 @@ class Operator:
             pid=process.pid,
             num_restarts=member.num_restarts,
             policy_version=member.version,
-            num_in_flight=self._scheduler.num_in_flight(instance_id),
-            num_queued=None if waiting is None else round(waiting),
-            kv_use_fraction=None if load is None else load.kv_use_fraction,
+            num_in_flight=0 if view is None else view.own_requests,
+            num_queued=None if view is None else view.num_queued,
+            kv_use_fraction=None if view is None else view.kv_use_fraction,
+            signals_age_s=None if view is None else view.snapshot_age_s,
             last_error=member.last_error or process.last_error,
         )
 
@@ -202,6 +205,7 @@ class Operator:
             num_in_flight=0,
             num_queued=None,
             kv_use_fraction=None,
+            signals_age_s=None,
             last_error=process.last_error,
         )
 
@@ -220,7 +224,20 @@ def waiting_for(control: Control) -> str:
         parts.append(f"engines load v{cycle.publishing}: {_loading(control)}")
     if cycle.saving_step is not None and cycle.phase is not Phase.SAVING:
         parts.append(f"the checkpoint of step {cycle.saving_step} is being written")
+    if (progress := control.evaluator.progress) is not None:
+        num_ended, total = progress
+        parts.append(f"{num_ended} of {total} trajectories are evaluated")
     return "; ".join(parts)
+
+
+_WAITS: Final = {
+    Phase.EXPORTING: "engines wait for the trainer to write weights",
+    Phase.COLLECTING: "the trainer waits for rollouts",
+    Phase.TRAINING: "rollouts go on while the trainer trains",
+    Phase.SAVING: "the trainer writes a checkpoint",
+    Phase.EVALUATING: "the trainer waits for the evaluation of the version before",
+    Phase.STOPPED: "stopping",
+}
 
 
 def _of_trainer(control: Control) -> str:
@@ -230,18 +247,10 @@ def _of_trainer(control: Control) -> str:
             answering = set(control.pool.answering_ids)
             parts += [m.instance_id for m in control.pool.members if m.instance_id not in answering]
             return f"waiting for {', '.join(parts) or 'nothing'} to come up"
-        case Phase.EXPORTING:
-            return "engines wait for the trainer to write weights"
         case Phase.SETTLING:
             return f"the trainer waits for weight reloads: {_loading(control)}"
-        case Phase.COLLECTING:
-            return "the trainer waits for rollouts"
-        case Phase.TRAINING:
-            return "rollouts go on while the trainer trains"
-        case Phase.SAVING:
-            return "the trainer writes a checkpoint"
-        case Phase.STOPPED:
-            return "stopping"
+        case phase:
+            return _WAITS[phase]
 
 
 def _loading(control: Control) -> str:

@@ -10,12 +10,14 @@ from libra.planner.plan import Plan
 from libra.pools.pool import RolloutPool
 from libra.rollouts.accounts import LEASE_S, BufferLimits
 from libra.rollouts.batch import BatchShape
+from libra.rollouts.evaluation import EvaluationTerms
 from libra.weights.judge import probe_tolerance_of
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.doctor.checks import BYTES_OF_DTYPE
 from libra_supervisor.instances.vllm import rollout_dtype
 from libra_supervisor.loop.control import Control, Policy
 from libra_supervisor.loop.cycle import Cycle, Limits
+from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.publication import Publication
 from libra_supervisor.loop.publication import Terms as PublicationTerms
 from libra_supervisor.loop.rollout_desk import RolloutDesk
@@ -42,6 +44,7 @@ def control_of(config: RunConfig, plan: Plan, prompts: Prompts, run_id: RunId) -
         pool=pool,
         desk=RolloutDesk(buffer_limits(config), prompts.cursor),
         publication=publication,
+        evaluator=Evaluator(_evaluation_terms(config, prompts)),
         policy=Policy(
             min_rollout_gpus=min_rollout_gpus,
             publishes=publishes,
@@ -95,7 +98,20 @@ def _limits(config: RunConfig, *, publishes: bool, now: float) -> Limits:
         total_steps=config.control.total_steps,
         sync_interval=config.weights.sync_interval if publishes else 0,
         save_interval=config.control.save_interval,
+        eval_interval=config.evaluation.eval_interval if config.data.eval_data else None,
         deadline=None if max_run_s is None else now + max_run_s,
+    )
+
+
+def _evaluation_terms(config: RunConfig, prompts: Prompts) -> EvaluationTerms | None:
+    if prompts.evaluated is None:
+        return None
+    return EvaluationTerms(
+        rows=tuple(int(row) for row in prompts.evaluated.rows),
+        num_samples=config.evaluation.eval_samples,
+        max_concurrent=config.rollout.max_concurrent_rollouts,
+        max_attempts=config.data.max_group_attempts,
+        pass_reward=config.evaluation.eval_pass_reward,
     )
 
 

@@ -20,11 +20,13 @@ class Prompts(msgspec.Struct, frozen=True):
     dataset: PromptDataset
     cursor: Cursor
     probe_token_ids: tuple[int, ...]
+    evaluated: PromptDataset | None
+    """The data of evaluations; None without."""
 
 
 def open_prompts(config: RunConfig) -> Prompts:
     """Read and check every row. Blocks: call it in a thread. Raises DataError."""
-    dataset = open_dataset(config)
+    dataset = open_dataset(config, config.data.train_data)
     epochs = config.control.epochs
     max_visits = None
     if epochs is not None:
@@ -39,7 +41,9 @@ def open_prompts(config: RunConfig) -> Prompts:
         max_visits=max_visits,
     )
     probe = probe_of(dataset, config.rollout.max_model_len)
-    return Prompts(dataset.tokenizer, dataset, cursor, probe)
+    eval_data = config.data.eval_data
+    evaluated = open_dataset(config, eval_data) if eval_data else None
+    return Prompts(dataset.tokenizer, dataset, cursor, probe, evaluated)
 
 
 def probe_of(dataset: PromptDataset, max_model_len: int) -> tuple[int, ...]:

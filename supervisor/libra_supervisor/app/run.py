@@ -16,6 +16,7 @@ from libra import clock
 from libra.ids import ChildId, RunId
 from libra.planner.probe import SwitchPlan
 from libra.rewards.loading import check_reward_name
+from libra.scheduling.notice import BreakerClosed, FeedbackRestored, RestartSeen
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
 from libra.tracing.span import SpanWriter, trace_path
@@ -38,7 +39,7 @@ from libra_supervisor.app.routing import SchedulerRouting, explained_if_debuggin
 from libra_supervisor.app.tracer import Tracer
 from libra_supervisor.display.console import Display
 from libra_supervisor.display.progress import plain_line
-from libra_supervisor.events import Event, StopRequested
+from libra_supervisor.events import Event, InstanceDoubted, StopRequested
 from libra_supervisor.gateway.waiting import WaitingRoom
 from libra_supervisor.inbox import Inbox
 from libra_supervisor.instances.serving_meter import ServingMeter
@@ -226,7 +227,10 @@ class Run:
     ) -> None:
         """Until the end of the loop; rollouts and effects end here."""
         pool = builder.reward_pool()
-        runner = builder.runner(fleet, pool)
+        runner = builder.runner(self._prompts.dataset, fleet, pool)
+        # Without data for evaluations nothing is ever started on it.
+        evaluated = self._prompts.evaluated or self._prompts.dataset
+        evaluations = builder.runner(evaluated, fleet, pool)
         mail = RankMail(gang)
         async with anyio.create_task_group() as work:
             executor = Executor(
@@ -235,6 +239,7 @@ class Run:
                     ranks=mail,
                     engines=fleet,
                     rollouts=runner,
+                    evaluations=evaluations,
                     routing=SchedulerRouting(self._scheduler, fleet),
                     records=RecordsWriter(self._launch.directory, self._trackers),
                     judge=forecaster,
@@ -244,7 +249,14 @@ class Run:
                 post=self.inbox.post,
                 end=self._end,
             )
-            for task in (pool.run, runner.run, mail.run, builder.room.run, self._say_notices):
+            for task in (
+                pool.run,
+                runner.run,
+                evaluations.run,
+                mail.run,
+                builder.room.run,
+                self._say_notices,
+            ):
                 work.start_soon(task)
             if (exchange := builder.load_exchange()) is not None:
                 work.start_soon(exchange.run)
@@ -257,6 +269,7 @@ class Run:
             )
             self._scheduler.stop_admitting()
             runner.cancel_all("the run is over")
+            evaluations.cancel_all("the run is over")
             await executor.until_written()
             work.cancel_scope.cancel()
 
@@ -323,7 +336,6 @@ class Run:
             control=self._control,
             inbox=self.inbox,
             engine_status=fleet.status_of,
-            engine_load=fleet.load_of,
             trainer_status=gang.status,
             scheduler=self._scheduler,
         )
@@ -357,10 +369,14 @@ class Run:
         await self.inbox.post(StopRequested(number.name, now=is_repeated, exit_code=code))
 
     async def _say_notices(self) -> None:
-        """Log what the scheduler finds worth saying once."""
+        """Log what the scheduler finds worth saying once, and have doubts looked into."""
         while True:
             for notice in self._scheduler.take_notices():
-                _log.warning("scheduler_notice", kind=type(notice).__name__, **asdict(notice))
+                is_good = isinstance(notice, FeedbackRestored | BreakerClosed)
+                say = _log.info if is_good else _log.warning
+                say("scheduler_notice", kind=type(notice).__name__, **asdict(notice))
+                if isinstance(notice, RestartSeen):
+                    await self.inbox.post(InstanceDoubted(notice.instance_id))
             await clock.sleep(NOTICE_PERIOD_S)
 
     async def _show(self, operator: Operator) -> None:

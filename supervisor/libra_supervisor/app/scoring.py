@@ -93,7 +93,7 @@ async def score_rows(
     cannot be used or a field that is not there, ConfigError for a reward that cannot be loaded and
     ChildError for workers that do not start.
     """
-    dataset = await to_thread.run_sync(open_dataset, config)
+    dataset = await to_thread.run_sync(open_dataset, config, config.data.train_data)
     tasks = [dataset.task(int(row)) for row in dataset.rows[:num_rows]]
     cases = [_case(task, dataset, config.data, response_field) for task in tasks]
     with TemporaryDirectory(prefix="libra-score-") as directory:

@@ -19,6 +19,7 @@ def parser() -> argparse.ArgumentParser:
     _add_inspection(verbs)
     _add_score(verbs)
     _add_trace(verbs)
+    _add_checkpoints(verbs)
     _add_control(verbs)
     return root
 
@@ -35,13 +36,36 @@ def _add_run(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     run.add_argument(
         "--dry-run", action="store_true", help="check and plan everything, start nothing"
     )
-    run.add_argument(
+    _add_log_level(run)
+
+
+def _add_log_level(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
         help="least level of events in logs/control.jsonl and on stderr; debug adds why each "
         "request went where it went (default: info)",
     )
+
+
+def _add_checkpoints(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    export = verbs.add_parser("export", help="write a checkpoint's weights for Hugging Face")
+    export.add_argument("checkpoint", type=Path, help="RUN/checkpoints/step_NNNNNN")
+    export.add_argument("out", type=Path, help="a directory that is not there yet")
+    fork = verbs.add_parser("fork", help="start a new run from the state of a checkpoint")
+    fork.add_argument("checkpoint", type=Path, help="RUN/checkpoints/step_NNNNNN")
+    _add_config(fork)
+    _add_run_dir(fork, "directory of the new run (default: runs/<config>-<UTC time>)")
+    _add_log_level(fork)
+    fork.set_defaults(resume=False, dry_run=False)
+    evaluate = verbs.add_parser("eval", help="evaluate a checkpoint on eval_data")
+    evaluate.add_argument("checkpoint", type=Path, help="RUN/checkpoints/step_NNNNNN")
+    _add_config(evaluate)
+    _add_run_dir(evaluate, "directory of the evaluation's run (default: runs/<config>-<UTC time>)")
+    _add_log_level(evaluate)
+    _add_json(evaluate)
+    evaluate.set_defaults(resume=False, dry_run=False)
 
 
 def _add_inspection(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -59,6 +83,12 @@ def _add_inspection(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]"
     _add_json(validate)
     plan = verbs.add_parser("plan", help="show how the devices would be split")
     _add_config(plan)
+    plan.add_argument(
+        "--lengths-of",
+        type=Path,
+        metavar="RUN_DIR",
+        help="plan for the lengths of that run's newest trajectories, not for the assumed ones",
+    )
     _add_json(plan)
     _add_simulate(verbs)
     doctor = verbs.add_parser("doctor", help="check this machine, with what to do")

@@ -7,6 +7,7 @@ import anyio
 import msgspec
 
 from libra.config.load import current_environ, load_config
+from libra.planner.demand import observed_demand
 from libra.planner.render import render_plan
 from libra.planner.search import plan as planned
 from libra_supervisor.app.launch import RUNS, plan_in_words
@@ -17,6 +18,8 @@ from libra_supervisor.doctor.findings import GIB, Finding
 from libra_supervisor.doctor.leftovers import leftover_findings
 from libra_supervisor.process.kernel import Linux
 from libra_supervisor.records.calibration import known_book, store_of
+from libra_supervisor.records.reader import observed_lengths
+from libra_supervisor.run_directory import RunDirectory
 from libra_supervisor.validate import verb as validation
 from libra_supervisor.validate.dataset import summarize_dataset
 from libra_supervisor.validate.memory import estimate_memory
@@ -45,7 +48,11 @@ def schema(_options: Namespace) -> int:
 def plan(options: Namespace) -> int:
     loaded = load_config(options.config, options.overrides, current_environ(), purpose="plan")
     book = known_book(loaded.config, store_of(loaded.config, loaded.environment))
-    report = planned(loaded.config, calibration=book)
+    demand = None
+    if options.lengths_of is not None:
+        lengths = observed_lengths(RunDirectory(options.lengths_of))
+        demand = observed_demand(loaded.config, lengths)
+    report = planned(loaded.config, calibration=book, demand=demand)
     if options.as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
     else:

@@ -3,7 +3,9 @@
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from io import TextIOWrapper
+from typing import Final
 
 from libra.errors import LibraError
 from libra_supervisor.cli.arguments import parser
@@ -34,41 +36,26 @@ def _print_whatever_comes() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+FUNCTIONS: Final = {
+    "run": "run:run",
+    "fork": "run:fork",
+    "eval": "run:evaluate",
+    "export": "checkpoints:export",
+    "validate": "inspection:validate",
+    "plan": "inspection:plan",
+    "doctor": "inspection:doctor",
+    "schema": "inspection:schema",
+    "simulate": "simulation:simulate",
+    "score": "scoring:score",
+    "trace": "tracing:trace",
+    "logs": "logs:logs",
+}
+"""Module below this package, and function; every other verb is said to a control plane."""
+
+
 def _verb_of(options: Namespace) -> Callable[[Namespace], int]:
     """Import only what the verb needs."""
-    # ruff: noqa: PLC0415
-    match options.verb:
-        case "run":
-            from libra_supervisor.cli.run import run
-
-            return run
-        case "validate" | "plan" | "doctor" | "schema":
-            from libra_supervisor.cli import inspection
-
-            verbs: dict[str, Callable[[Namespace], int]] = {
-                "validate": inspection.validate,
-                "plan": inspection.plan,
-                "doctor": inspection.doctor,
-                "schema": inspection.schema,
-            }
-            return verbs[options.verb]
-        case "simulate":
-            from libra_supervisor.cli.simulation import simulate
-
-            return simulate
-        case "score":
-            from libra_supervisor.cli.scoring import score
-
-            return score
-        case "trace":
-            from libra_supervisor.cli.tracing import trace
-
-            return trace
-        case "logs":
-            from libra_supervisor.cli.logs import logs
-
-            return logs
-        case _:
-            from libra_supervisor.cli.remote import speak
-
-            return speak
+    module, _, name = FUNCTIONS.get(options.verb, "remote:speak").partition(":")
+    function: Callable[[Namespace], int]
+    function = getattr(import_module(f"libra_supervisor.cli.{module}"), name)
+    return function

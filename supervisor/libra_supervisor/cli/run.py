@@ -1,26 +1,86 @@
-"""`libra-supervisor run`: one run in this process."""
+"""`libra-supervisor run`, `fork` and `eval`: one run in this process."""
 
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import anyio
+import msgspec
 
 from libra.config.load import current_environ, load_config
-from libra.errors import LibraError
+from libra.errors import ConfigError, LibraError
+from libra.storage.checkpoints import read_checkpoint_manifest
 from libra.tracing.log import set_up_logging
-from libra_supervisor.app.launch import RunRequest, choose_directory, plan_in_words, prepare
-from libra_supervisor.app.prompts import open_prompts
+from libra_supervisor.app.forking import plant_checkpoint
+from libra_supervisor.app.launch import (
+    Launch,
+    RunRequest,
+    choose_directory,
+    plan_in_words,
+    prepare,
+)
+from libra_supervisor.app.prompts import Prompts, open_prompts
 from libra_supervisor.app.run import run_to_end
 from libra_supervisor.display.console import display_on
 from libra_supervisor.notify import Notifier, start_extended
+from libra_supervisor.records.evaluation import EvaluationRecord
+from libra_supervisor.records.reader import last_evaluation
 from libra_supervisor.run_directory import RunDirectory, held
 from libra_supervisor.validate.names import shipped_names
 
 
 def run(options: Namespace) -> int:
+    return _run(options, begin=lambda _launch, _prompts: None)
+
+
+def fork(options: Namespace) -> int:
+    """Run from the state of another run's checkpoint."""
+
+    def plant(launch: Launch, prompts: Prompts) -> None:
+        step = plant_checkpoint(options.checkpoint, launch.directory, launch.config, prompts)
+        sys.stderr.write(f"goes on from step {step} of {options.checkpoint}\n")
+
+    return _run(options, begin=plant)
+
+
+def evaluate(options: Namespace) -> int:
+    """Evaluate a checkpoint: a run that begins with it, has nothing to train, and is over then."""
+    step = read_checkpoint_manifest(options.checkpoint).step
+    # Behind the user's own: nothing may be trained, and nothing saved.
+    options.overrides = [*options.overrides, f"total_steps={step}", "save_interval=0"]
+    planted: list[RunDirectory] = []
+
+    def plant(launch: Launch, prompts: Prompts) -> None:
+        if prompts.evaluated is None:
+            raise ConfigError("eval_data is not set: name the prompts to evaluate on")
+        directory = launch.directory
+        plant_checkpoint(options.checkpoint, directory, launch.config, prompts, trains=False)
+        planted.append(directory)
+
+    exit_code = _run(options, begin=plant)
+    if exit_code == 0 and planted:
+        record = last_evaluation(planted[0].evaluations)
+        sys.stdout.write(msgspec.json.encode(record).decode() if options.as_json else said(record))
+    return exit_code
+
+
+def said(record: EvaluationRecord) -> str:
+    """An evaluation in a few lines."""
+    summary = record.summary
+    num_samples = max(int(k) for k in summary.pass_at)
+    passed = ", ".join(f"pass@{k} {rate:.4f}" for k, rate in summary.pass_at.items())
+    return (
+        f"v{record.policy_version}: avg@{num_samples} {summary.reward_mean:.4f}, {passed}\n"
+        f"{summary.num_rows} rows, {summary.num_trajectories} trajectories, "
+        f"{summary.num_failed} failed; {summary.response_tokens_mean:.1f} tokens, "
+        f"{summary.truncated_fraction:.1%} truncated; {record.eval_s:.1f} s\n"
+    )
+
+
+def _run(options: Namespace, *, begin: Callable[[Launch, Prompts], None]) -> int:
+    """`begin` prepares the run's directory, which is held, before anything is started."""
     environ = current_environ()
     loaded = load_config(options.config, options.overrides, environ, shipped=shipped_names())
     for warning in loaded.warnings:
@@ -47,6 +107,7 @@ def run(options: Namespace) -> int:
             with start_extended(notifier, at_most_s=start_timeout_s):
                 launch = prepare(request, directory, writes=True)
                 prompts = open_prompts(launch.config)
+                begin(launch, prompts)
             sys.stderr.write(f"run directory {directory.root}\n")
             outcome = anyio.run(
                 run_to_end, launch, prompts, display, backend_options={"use_uvloop": True}
@@ -54,7 +115,7 @@ def run(options: Namespace) -> int:
         finally:
             event_log.close()
     if outcome.exit_code:
-        sys.stderr.write(f"libra-supervisor run: {outcome.reason}\n")
+        sys.stderr.write(f"libra-supervisor {options.verb}: {outcome.reason}\n")
     return outcome.exit_code
 
 

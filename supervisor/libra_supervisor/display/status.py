@@ -4,8 +4,17 @@ from libra.wire.api import ChildStatus, StatusSnapshot
 from libra_supervisor.display.progress import duration
 
 HEADER = (
-    *("child", "state", "since", "pid", "restarts", "version"),
-    *("in flight", "queued", "KV use", "last error"),
+    "child",
+    "state",
+    "since",
+    "pid",
+    "restarts",
+    "version",
+    "in flight",
+    "queued",
+    "KV use",
+    "seen",
+    "last error",
 )
 
 
@@ -36,11 +45,17 @@ def _row(child: ChildStatus) -> tuple[str, ...]:
         "-" if child.pid is None else str(child.pid),
         str(child.num_restarts),
         "-" if child.policy_version is None else f"v{child.policy_version}",
-        str(child.num_in_flight) if child.role == "rollout" else "-",
-        "-" if child.num_queued is None else str(child.num_queued),
-        "-" if child.kv_use_fraction is None else f"{child.kv_use_fraction:.0%}",
+        str(child.num_in_flight),
+        _known(child, "" if child.num_queued is None else str(child.num_queued)),
+        _known(child, "" if child.kv_use_fraction is None else f"{child.kv_use_fraction:.0%}"),
+        "-" if child.signals_age_s is None else f"{duration(child.signals_age_s)} ago",
         child.last_error,
     )
+
+
+def _known(child: ChildStatus, text: str) -> str:
+    """What an engine does not tell is unknown, which is not the same as nothing."""
+    return text or ("?" if child.role == "rollout" else "-")
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

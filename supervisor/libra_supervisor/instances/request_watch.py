@@ -4,13 +4,13 @@ A server that hangs is found by `libra_supervisor.instances.health`. What that c
 request that got lost in a server which goes on with the others.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from random import Random
 from typing import Never, Protocol
 
 from libra import clock
-from libra.errors import LibraError
+from libra.errors import LibraError, RejectedError
 from libra.ids import RequestId
 
 PERIOD_S = 30.0
@@ -52,7 +52,10 @@ class RequestWatch:
 
     async def _ask(self, client: WatchedClient) -> None:
         try:
-            told = await client.open_requests()
+            told: Mapping[str, int] = await client.open_requests()
+        except RejectedError:
+            # It lives and cannot tell, as a server without our middleware could not.
+            told = {str(name): 0 for name in self._heard_of}
         except LibraError:
             return
         for request_id, heard in tuple(self._heard_of.items()):

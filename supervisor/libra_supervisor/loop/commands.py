@@ -6,9 +6,11 @@ import msgspec
 
 from libra.ids import GroupId, Incarnation, InstanceId, PolicyVersion
 from libra.rollouts.group import AdmittedGroup, CompleteGroup
+from libra.rollouts.trajectory import Trajectory
 from libra.wire.instance import ReloadRequest
 from libra.wire.rank import RankCommand, RecomputeProbed
 from libra_supervisor.loop.rollout_state import RolloutState
+from libra_supervisor.records.evaluation import EvaluationRecord
 from libra_supervisor.records.reload import ReloadRecord
 from libra_supervisor.records.step import StepRecord
 
@@ -111,6 +113,23 @@ class CancelAllGroups(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class StartEvaluated(msgspec.Struct, frozen=True, tag=True):
+    """Make a trajectory of an evaluation: `group` is of the evaluation's data."""
+
+    group: AdmittedGroup
+
+
+class CancelEvaluated(msgspec.Struct, frozen=True, tag=True):
+    group_id: GroupId
+
+
+class WriteEvaluation(msgspec.Struct, frozen=True, tag=True):
+    """A line of evaluations.jsonl and the evaluation's trajectories."""
+
+    record: EvaluationRecord
+    trajectories: tuple[Trajectory, ...]
+
+
 class WriteStep(msgspec.Struct, frozen=True, tag=True):
     """A line of metrics.jsonl and the step's trajectories."""
 
@@ -173,6 +192,9 @@ Command: TypeAlias = (
     | StartGroup
     | CancelGroup
     | CancelAllGroups
+    | StartEvaluated
+    | CancelEvaluated
+    | WriteEvaluation
     | WriteStep
     | WriteReload
     | RetireVersions

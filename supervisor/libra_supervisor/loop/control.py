@@ -8,9 +8,10 @@ from typing import assert_never
 import msgspec
 
 from libra.errors import InfeasiblePlanError
-from libra.ids import InstanceId, PolicyVersion
+from libra.ids import GroupId, InstanceId, PolicyVersion
 from libra.pools.member import MemberState
 from libra.pools.pool import RolloutPool
+from libra.rollouts.evaluation import is_evaluated
 from libra.wire.rank import (
     AcksJudged,
     CheckpointSaved,
@@ -28,6 +29,7 @@ from libra_supervisor import events
 from libra_supervisor.loop import commands, cycle
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.cycle import Cycle, Phase
+from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.probe_gate import ProbeGate
 from libra_supervisor.loop.publication import Publication
@@ -59,12 +61,14 @@ class Control:
         pool: RolloutPool,
         desk: RolloutDesk,
         publication: Publication,
+        evaluator: Evaluator,
         policy: Policy,
     ) -> None:
         self.cycle = cycle_machine
         self.pool = pool
         self.desk = desk
         self.publication = publication
+        self.evaluator = evaluator
         self.book = StepBook()
         self.attempt = 0
         self.attempts_before = 0
@@ -100,7 +104,12 @@ class Control:
                 | events.GangGaveUp()
             ):
                 return self._on_gang(event, at)
-            case events.InstanceAnswered() | events.ReloadAnswered() | events.ExportChecked():
+            case (
+                events.InstanceAnswered()
+                | events.InstanceDoubted()
+                | events.ReloadAnswered()
+                | events.ExportChecked()
+            ):
                 return self._on_engines(event, at)
             case (
                 events.SampleStarted()
@@ -131,6 +140,8 @@ class Control:
                 return ()
             case events.ChildReady():
                 return (commands.AskInstance(instance_id, event.incarnation),)
+            case events.ChildSuspected():
+                return self._on_instance_suspected(instance_id, event, at)
             case events.ChildExited():
                 is_planned = self.publication.is_replacing(instance_id, event.incarnation)
                 error = "" if event.asked_for else event.reason
@@ -141,7 +152,6 @@ class Control:
                 return self._on_instance_given_up(instance_id, event, at)
             case (
                 events.ChildWaiting()
-                | events.ChildSuspected()
                 | events.ChildRestartScheduled()
                 | events.ChildUnkillable()
                 | events.LogSinkFailing()
@@ -150,6 +160,18 @@ class Control:
                 return ()
             case _:
                 assert_never(event)
+
+    def _on_instance_suspected(
+        self, instance_id: InstanceId, event: events.ChildSuspected, at: Moment
+    ) -> tuple[Command, ...]:
+        """Route past it before it is ended, which takes as long as its grace when it hangs."""
+        if event.incarnation != self.pool[instance_id].incarnation:
+            return ()
+        self.pool.on_suspected(instance_id, event.reason, now=at.now)
+        lost = self.publication.on_lost(instance_id, event.incarnation, at=at)
+        # Its supervision replaces it already, after its own pause.
+        kept = [c for c in lost if not _is_replacement_of(c, instance_id)]
+        return (commands.Unroute(instance_id), *kept)
 
     def _on_instance_given_up(
         self, instance_id: InstanceId, event: events.ChildGaveUp, at: Moment
@@ -200,10 +222,12 @@ class Control:
         self.book.discard()
         unrouted = tuple(commands.Unroute(i) for i in self.pool.answering_ids)
         self.pool.on_rewound(now=at.now)
-        self.publication.on_rewound()
+        self.evaluator.drop()
+        cancelled_batch = self.publication.on_rewound(at=at)
         said = commands.Say("gang_lost", {"attempt": event.attempt, "why": event.reason}, True)
         cancelled = commands.CancelAllGroups(event.reason)
-        return (said, cancelled, *unrouted, *self._follow(self.cycle.on_gang_lost(), at))
+        begun_anew = self._follow(self.cycle.on_gang_lost(), at)
+        return (said, cancelled, *unrouted, *cancelled_batch, *begun_anew)
 
     def _on_probe_judged(self, event: events.ProbeJudged) -> tuple[Command, ...]:
         if event.attempt != self.attempt:
@@ -248,12 +272,17 @@ class Control:
 
     def _on_engines(
         self,
-        event: events.InstanceAnswered | events.ReloadAnswered | events.ExportChecked,
+        event: events.InstanceAnswered
+        | events.InstanceDoubted
+        | events.ReloadAnswered
+        | events.ExportChecked,
         at: Moment,
     ) -> tuple[Command, ...]:
         match event:
             case events.InstanceAnswered():
                 return self._on_instance_answered(event, at)
+            case events.InstanceDoubted(instance_id):
+                return self._on_instance_doubted(instance_id)
             case events.ReloadAnswered(ack=ack) if ack is not None:
                 return self.publication.on_ack(ack, at=at)
             case events.ReloadAnswered():
@@ -272,11 +301,23 @@ class Control:
             case _:
                 assert_never(event)
 
+    def _on_instance_doubted(self, instance_id: InstanceId) -> tuple[Command, ...]:
+        """Its answer brings it back into routing, or shows that it has to be replaced."""
+        incarnation = self.pool[instance_id].incarnation
+        if incarnation is None or instance_id not in self.pool.answering_ids:
+            return ()
+        return (commands.AskInstance(instance_id, incarnation),)
+
     def _on_instance_answered(
         self, event: events.InstanceAnswered, at: Moment
     ) -> tuple[Command, ...]:
         if event.incarnation != self.pool[event.instance_id].incarnation:
             return ()
+        if event.state.incarnation != event.incarnation:
+            reason = f"another process ({event.state.incarnation}) answers in its place"
+            self.pool.on_suspected(event.instance_id, reason, now=at.now)
+            replaced = commands.ReplaceInstance(event.instance_id, reason)
+            return (commands.Unroute(event.instance_id), replaced)
         self.pool.on_answering(event.instance_id, now=at.now)
         known = commands.KnowInstance(
             event.instance_id,
@@ -293,8 +334,9 @@ class Control:
                 state.manifest_hash == self.publication.manifest_hash or not self._policy.publishes
             )
         )
-        if committed is None or not has_committed:
-            return (known,)
+        is_reloading = self.pool[event.instance_id].state is MemberState.RELOADING
+        if committed is None or not has_committed or is_reloading:
+            return (known,)  # a reload under way ends in a word of its own
         serves = self.pool.on_version_confirmed(
             event.instance_id, event.incarnation, committed, committed=committed, now=at.now
         )
@@ -309,6 +351,8 @@ class Control:
         | events.SampleGaveUp,
         at: Moment,
     ) -> tuple[Command, ...]:
+        if is_evaluated(_group_of(event)):
+            return self._on_evaluated_sample(event, at)
         match event:
             case events.SampleStarted(group_id, sample_index):
                 self.book.rollouts.on_started((group_id, sample_index), now=at.now)
@@ -323,6 +367,25 @@ class Control:
             case events.SampleGaveUp(group_id, sample_index, failure):
                 self.book.rollouts.on_ended((group_id, sample_index), now=at.now)
                 return self.desk.on_failed(group_id, sample_index, failure)
+            case _:
+                assert_never(event)
+
+    def _on_evaluated_sample(
+        self,
+        event: events.SampleStarted
+        | events.SampleProgressed
+        | events.SampleFinished
+        | events.SampleGaveUp,
+        at: Moment,
+    ) -> tuple[Command, ...]:
+        attempt = self.attempts_before + self.attempt
+        match event:
+            case events.SampleStarted() | events.SampleProgressed():
+                return ()
+            case events.SampleFinished(trajectory):
+                return self.evaluator.on_finished(trajectory, attempt=attempt, at=at)
+            case events.SampleGaveUp(group_id, _, failure):
+                return self.evaluator.on_failed(group_id, failure, attempt=attempt, at=at)
             case _:
                 assert_never(event)
 
@@ -389,6 +452,7 @@ class Control:
             *self._begin_when_ready(at),
             *self.publication.retry(at),
             *self._finish_publication(at),
+            *self._finish_evaluation(at),
             *self.publication.catch_up(at=at),
             *self._take_batch(at),
             *self._admit(at),
@@ -414,6 +478,13 @@ class Control:
         self.publication.just_committed = None
         self.book.on_reloaded(at)
         return self._follow(self.cycle.on_settled(version, now=at.now), at)
+
+    def _finish_evaluation(self, at: Moment) -> tuple[Command, ...]:
+        version = self.evaluator.just_done
+        if version is None:
+            return ()
+        self.evaluator.just_done = None
+        return self._follow(self.cycle.on_evaluated(version, now=at.now), at)
 
     def _take_batch(self, at: Moment) -> tuple[Command, ...]:
         if self.cycle.phase is not Phase.COLLECTING:
@@ -454,12 +525,21 @@ class Control:
                 case cycle.Save(step):
                     done += self._close_step(at)
                     done.append(commands.SaveRun(self.attempt, step, self.desk.state()))
+                case cycle.Evaluate() | cycle.DropEvaluation():
+                    done += self._evaluate(command, at)
                 case cycle.Finish(reason):
                     done += self._close_step(at)
                     done.append(commands.EndRun(self.stop_exit_code, reason))
                 case _:
                     assert_never(command)
         return tuple(done)
+
+    def _evaluate(
+        self, command: cycle.Evaluate | cycle.DropEvaluation, at: Moment
+    ) -> tuple[Command, ...]:
+        if isinstance(command, cycle.Evaluate):
+            return self.evaluator.begin(command.version, at)
+        return self.evaluator.drop()
 
     def _close_step(self, at: Moment) -> tuple[Command, ...]:
         return self.book.close(
@@ -481,3 +561,18 @@ class Control:
                 self.is_ending = True
                 return done[: index + 1]
         return done
+
+
+def _group_of(
+    event: events.SampleStarted
+    | events.SampleProgressed
+    | events.SampleFinished
+    | events.SampleGaveUp,
+) -> GroupId:
+    if isinstance(event, events.SampleFinished):
+        return event.trajectory.group_id
+    return event.group_id
+
+
+def _is_replacement_of(command: Command, instance_id: InstanceId) -> bool:
+    return isinstance(command, commands.ReplaceInstance) and command.instance_id == instance_id

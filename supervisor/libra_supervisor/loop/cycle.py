@@ -32,6 +32,10 @@ class Phase(Enum):
     """Waiting for a checkpoint: the last one of the run, or one that is slower than its interval.
     Every other checkpoint is written while the run goes on."""
 
+    EVALUATING = "evaluating"
+    """Waiting for the evaluation of the served version: before the next version is published, or
+    before the run ends. Until then it goes on beside rollouts and training."""
+
     STOPPED = "stopped"
 
 
@@ -44,6 +48,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     save_interval: int
     """0: save only when stopping."""
+
+    eval_interval: int | None = None
+    """None: no evaluation."""
 
     deadline: float | None = None
     """Instant at which the run stops by itself."""
@@ -67,13 +74,23 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
+class Evaluate(msgspec.Struct, frozen=True, tag=True):
+    """Evaluate `version`, which the engines serve until `on_evaluated`."""
+
+    version: PolicyVersion
+
+
+class DropEvaluation(msgspec.Struct, frozen=True, tag=True):
+    """End the evaluation that is going on, without a result."""
+
+
 class Finish(msgspec.Struct, frozen=True, tag=True):
     """Nothing is left to do: end children, leave with exit code 0."""
 
     reason: str
 
 
-Command: TypeAlias = Publish | Collect | Save | Finish
+Command: TypeAlias = Publish | Collect | Save | Evaluate | DropEvaluation | Finish
 
 
 class Cycle:
@@ -87,6 +104,8 @@ class Cycle:
         self._publishing: PolicyVersion | None = None
         self._saved_step: int | None = None
         self._saving_step: int | None = None
+        self._evaluating: PolicyVersion | None = None
+        self._evaluated: PolicyVersion | None = None
         self._stop_reason: str | None = None
         self._is_data_exhausted = False
 
@@ -142,11 +161,12 @@ class Cycle:
             raise InvariantError(f"v{version} is settled while it is still written")
         self._check_version(version)
         self._committed, self._publishing = version, None
+        begun = self._evaluate(now)
         if self._phase is not Phase.SETTLING:
-            return ()
-        if version != self._step and self._is_sync_due():
-            return self._publish()
-        return self._save_or_go_on(now)
+            return begun
+        if self._is_publication_owed():
+            return (*begun, *self._publish_when_evaluated(now))
+        return (*begun, *self._save_or_go_on(now))
 
     def on_batch_taken(self, step: int) -> tuple[Command, ...]:
         """The batch of `step` is on its way to the ranks."""
@@ -164,9 +184,18 @@ class Cycle:
         if not self._is_sync_due():
             return self._save_or_go_on(now)
         if self._publishing is None:
-            return self._publish()
+            return self._publish_when_evaluated(now)
         self._phase = Phase.SETTLING
         return ()
+
+    def on_evaluated(self, version: PolicyVersion, *, now: float) -> tuple[Command, ...]:
+        """The evaluation of `version` has its result."""
+        if version != self._evaluating:
+            raise InvariantError(f"v{version} was evaluated, asked for was {self._evaluating}")
+        self._evaluating = None
+        if self._phase is not Phase.EVALUATING:
+            return ()
+        return self._publish() if self._is_publication_owed() else self._go_on(now)
 
     def on_saved(self, step: int, *, now: float) -> tuple[Command, ...]:
         """The checkpoint of `step` is complete. Legal in any phase while it is being written."""
@@ -197,6 +226,8 @@ class Cycle:
         if self._phase is not Phase.STOPPED:
             self._phase = Phase.STARTING
         self._saving_step = None
+        # Its engines go back to the checkpoint's version, which is evaluated again.
+        self._evaluating = self._evaluated = None
         return ()
 
     def end_reason(self, *, now: float) -> str | None:
@@ -222,6 +253,13 @@ class Cycle:
                     return ()
                 self._phase = Phase.STOPPED
                 return (Finish(self._stop_reason),)
+            case Phase.EVALUATING:
+                if self._may_evaluate(now):
+                    return ()
+                dropped = self._drop_evaluation()
+                if self._is_publication_owed():
+                    return (*dropped, *self._publish())
+                return (*dropped, *self._go_on(now))
             case Phase.EXPORTING | Phase.SETTLING | Phase.TRAINING | Phase.SAVING | Phase.STOPPED:
                 return ()
             case _:
@@ -231,6 +269,42 @@ class Cycle:
         self._phase = Phase.EXPORTING
         self._publishing = PolicyVersion(self._step)
         return (Publish(self._publishing),)
+
+    def _publish_when_evaluated(self, now: float) -> tuple[Command, ...]:
+        if self._evaluating is None:
+            return self._publish()
+        if not self._may_evaluate(now):
+            return (*self._drop_evaluation(), *self._publish())
+        self._phase = Phase.EVALUATING
+        return ()
+
+    def _evaluate(self, now: float) -> tuple[Command, ...]:
+        """Begin an evaluation of the version just committed, if one is due."""
+        interval, version = self._limits.eval_interval, self._committed
+        if interval is None or version is None or not self._may_evaluate(now):
+            return ()
+        done = self._evaluated
+        is_due = done is None or version // interval > done // interval
+        is_over = self.end_reason(now=now) is not None
+        is_last = version != done and is_over and not self._is_publication_owed()
+        if not (is_due or is_last):
+            return ()
+        self._evaluating = self._evaluated = version
+        return (Evaluate(version),)
+
+    def _may_evaluate(self, now: float) -> bool:
+        """Whether there is time for it: a stop or the deadline leaves none."""
+        is_late = self._limits.deadline is not None and now >= self._limits.deadline
+        return self._stop_reason is None and not is_late
+
+    def _drop_evaluation(self) -> tuple[Command, ...]:
+        if self._evaluating is None:
+            return ()
+        self._evaluating = None
+        return (DropEvaluation(),)
+
+    def _is_publication_owed(self) -> bool:
+        return self._is_sync_due() and self._committed != self._step
 
     def _save_or_go_on(self, now: float) -> tuple[Command, ...]:
         is_over, is_due = self.end_reason(now=now) is not None, self._is_save_due(now)
@@ -251,8 +325,12 @@ class Cycle:
             self._phase = Phase.SETTLING
             return ()
         if reason is not None:
+            if self._evaluating is not None and self._may_evaluate(now):
+                self._phase = Phase.EVALUATING
+                return ()
+            dropped = self._drop_evaluation()
             self._phase = Phase.STOPPED
-            return (Finish(reason),)
+            return (*dropped, Finish(reason))
         self._phase = Phase.COLLECTING
         return (Collect(self._step + 1),)
 

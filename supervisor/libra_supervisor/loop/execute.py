@@ -22,9 +22,10 @@ from libra.errors import DataError, LibraError, PeerError
 from libra.ids import PolicyVersion, RunId
 from libra.rollouts.batch import BatchShape, shard
 from libra.rollouts.group import CompleteGroup
+from libra.storage.arrival import when_visible
 from libra.storage.atomic import discard_directory
 from libra.storage.checkpoints import list_complete_checkpoints
-from libra.storage.manifests import read_manifest, verify_weights
+from libra.storage.manifests import NotVisibleYetError, read_manifest, verify_weights
 from libra.storage.receipt import SETTLE_S
 from libra.weights.retention import deletable_versions
 from libra.wire.instance import WeightsReceipt
@@ -59,6 +60,9 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
     ranks: Ranks
     engines: Engines
     rollouts: Rollouts
+    evaluations: Rollouts
+    """The same for the evaluation's data."""
+
     routing: Routing
     records: RecordsWriter
     judge: Judge
@@ -138,6 +142,13 @@ class Executor:
                 ports.rollouts.cancel(group_id)
             case commands.CancelAllGroups(reason):
                 ports.rollouts.cancel_all(reason)
+                ports.evaluations.cancel_all(reason)
+            case commands.StartEvaluated(group):
+                ports.evaluations.start(group)
+            case commands.CancelEvaluated(group_id):
+                ports.evaluations.cancel(group_id)
+            case commands.WriteEvaluation(record, trajectories):
+                self._write(ports.records.write_evaluation, record, trajectories)
             case commands.WriteStep():
                 # What the engines did in the step is read off here, the rest is done in a thread.
                 self._write(self._write_step, command, ports.judge(command))
@@ -202,9 +213,12 @@ class Executor:
     async def _check_export(self, command: commands.CheckExport) -> None:
         # Without it the files would often be too new for a receipt.
         await clock.sleep(2 * SETTLE_S)
-        error, receipt = await anyio.to_thread.run_sync(
-            _check_weights, Path(command.directory), command.manifest_hash
-        )
+        check = partial(_check_weights, Path(command.directory), command.manifest_hash)
+        receipt, error = None, ""
+        try:
+            receipt = await when_visible(check)
+        except DataError as found:
+            error = str(found)
         await self._post(ExportChecked(command.version, command.manifest_hash, error, receipt))
 
     def _retire_versions(self, pinned: frozenset[PolicyVersion], loading: frozenset[Path]) -> None:
@@ -303,13 +317,12 @@ def _discard_if_there(directory: Path) -> None:
         discard_directory(directory)
 
 
-def _check_weights(directory: Path, manifest_hash: str) -> tuple[str, WeightsReceipt | None]:
-    """What is wrong with them, and when nothing is, the receipt of having read them."""
-    try:
-        manifest, found_hash = read_manifest(directory)
-        if found_hash != manifest_hash:
-            found = f"the manifest's hash is {found_hash}, announced: {manifest_hash}"
-            return f"{directory}: {found}", None
-        return "", verify_weights(directory, manifest)
-    except DataError as error:
-        return str(error), None
+def _check_weights(directory: Path, manifest_hash: str) -> WeightsReceipt | None:
+    """Return the receipt of having read them. Raises as `verify_weights`."""
+    manifest, found_hash = read_manifest(directory)
+    if found_hash != manifest_hash:
+        # A shared disk may still show what an earlier attempt wrote there.
+        raise NotVisibleYetError(
+            f"{directory}: the manifest's hash is {found_hash}, announced: {manifest_hash}"
+        )
+    return verify_weights(directory, manifest)

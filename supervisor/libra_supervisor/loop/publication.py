@@ -34,7 +34,8 @@ from libra_supervisor.loop.commands import (
     WriteReload,
 )
 from libra_supervisor.loop.moment import Moment
-from libra_supervisor.records.reload import ReloadRecord
+from libra_supervisor.loop.open_batch import OpenBatch, ReloadCounts, disagreement
+from libra_supervisor.records.reload import RefusedAck
 
 MAX_FAILED_BATCHES = 3
 """In a row, for one version: by then it is the weights or the site, not a process that died."""
@@ -50,16 +51,6 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     probe_tolerance: float
 
 
-class OpenBatch(msgspec.Struct, kw_only=True):
-    """A reload batch on its way."""
-
-    batch: ReloadBatch
-    is_catch_up: bool
-    begun_at: float
-    verdict: AcksJudged | None = None
-    acks: tuple[ReloadAck, ...] = ()
-
-
 class Publication:
     """How the newest version gets to the engines. `pool` is changed by what happens here."""
 
@@ -71,6 +62,11 @@ class Publication:
         self._is_being_checked = False
         self._open: OpenBatch | None = None
         self._committed: PolicyVersion | None = None
+        self._newest_asked: PolicyVersion | None = None
+        self._to_rescue: dict[InstanceId, Incarnation] = {}
+        """Quarantined processes that live: tried once more with the next committed version."""
+
+        self.counts = ReloadCounts()
         self._num_batches = 0
         self._num_failed_in_a_row = 0
         self._is_retry_due = False
@@ -121,13 +117,11 @@ class Publication:
 
     def reload(self, *, at: Moment) -> tuple[Command, ...]:
         """Bring every engine that answers to the exported version."""
-        if self._open is not None:
-            # A joiner that was catching up is brought to the newer version with the others.
-            self._open.batch.cancel()
-            self._open = None
+        # A joiner that was catching up is brought to the newer version with the others.
+        cancelled = self._cancel("a newer version", at=at)
         self._is_retry_due = False
         members = self._members_in(self._pool.answering_ids)
-        return self._start(members, is_catch_up=False, at=at)
+        return (*cancelled, *self._start(members, is_catch_up=False, at=at))
 
     def retry(self, at: Moment) -> tuple[Command, ...]:
         """Try a failed batch again once enough of the replaced engines answer."""
@@ -142,7 +136,13 @@ class Publication:
             return ()
         if self._exported.policy_version != self._committed:
             return ()
-        members = self._members_in(self._pool.ids_in(MemberState.STALE))
+        rescued = [
+            instance_id
+            for instance_id, incarnation in self._to_rescue.items()
+            if self._pool[instance_id].incarnation == incarnation
+        ]
+        self._to_rescue.clear()
+        members = self._members_in([*self._pool.ids_in(MemberState.STALE), *rescued])
         if not members:
             return ()
         return self._start(members, is_catch_up=True, at=at)
@@ -158,8 +158,11 @@ class Publication:
 
     def on_ack(self, ack: ReloadAck, *, at: Moment) -> tuple[Command, ...]:
         if self._open is None:
-            return (_refused(ack, "no reload batch is open"),)
-        return self._apply(self._open.batch.on_ack(ack, now=at.now), at=at)
+            return (self._refuse(ack, "no reload batch is open"),)
+        commands = self._open.batch.on_ack(ack, now=at.now)
+        if not any(isinstance(command, batches.RefuseAck) for command in commands):
+            self._open.acks.append(ack)
+        return self._apply(commands, at=at)
 
     def on_undelivered(
         self, instance_id: InstanceId, nonce: str, error: str, *, at: Moment
@@ -195,15 +198,14 @@ class Publication:
             return ()
         return self._apply(self._open.batch.on_tick(now=at.now), at=at)
 
-    def on_rewound(self) -> None:
+    def on_rewound(self, *, at: Moment) -> tuple[Command, ...]:
         """The trainer went back: what the engines hold is no longer anybody's policy."""
-        if self._open is not None:
-            self._open.batch.cancel()
-        self._open = None
+        cancelled = self._cancel("the gang was lost", at=at)
         self._is_retry_due = False
         self._exported = self._receipt = None
         self._is_being_checked = False
         self._committed = None
+        return (*cancelled, *self._replace_unrescued())
 
     def keep_base(self, version: PolicyVersion) -> None:
         """Engines keep what they started with (`rollout_weight_sync_mode: none`)."""
@@ -218,6 +220,11 @@ class Publication:
         if exported is None:
             return ()
         self._num_batches += 1
+        # What is asked for again, after a failure or by a gang that went back, is not newer. Nor
+        # is anything known yet of servers that an earlier supervisor left.
+        newest = self._newest_asked
+        force = is_catch_up or newest is None or exported.policy_version <= newest
+        self._newest_asked = max(exported.policy_version, newest or exported.policy_version)
         request = ReloadRequest(
             run_id=self._terms.run_id,
             policy_version=exported.policy_version,
@@ -227,8 +234,7 @@ class Publication:
             strategy=self._terms.weights.rollout_weight_reload_strategy,
             pause_mode=self._terms.weights.rollout_weight_pause_mode,
             probe_token_ids=self._terms.probe_token_ids,
-            # A gang that went back to an older step publishes a version that is not newer.
-            force=True,
+            force=force,
             receipt=self._receipt,
         )
         batch = ReloadBatch(
@@ -239,7 +245,13 @@ class Publication:
             ack_timeout_s=self._terms.weights.rollout_weight_ack_timeout_s,
             min_rollout_gpus=0 if is_catch_up else self._terms.min_rollout_gpus,
         )
-        self._open = OpenBatch(batch=batch, is_catch_up=is_catch_up, begun_at=at.now)
+        self._open = OpenBatch(
+            batch=batch,
+            is_catch_up=is_catch_up,
+            attempt=self._attempt,
+            begun_at=at.now,
+            trainer_probe_logprobs=exported.probe_logprobs,
+        )
         return self._apply(batch.start(now=at.now), at=at)
 
     def _apply(self, commands: Iterable[batches.Command], *, at: Moment) -> tuple[Command, ...]:
@@ -251,7 +263,7 @@ class Publication:
                     done.append(Unroute(member.instance_id, is_draining=True))
                     done.append(SendReload(member.instance_id, member.incarnation, request))
                 case batches.RefuseAck(ack, reason):
-                    done.append(_refused(ack, reason))
+                    done.append(self._refuse(ack, reason))
                 case batches.Quarantine(instance_id, reason):
                     done += self._quarantine(instance_id, reason, at=at)
                 case batches.JudgeBatch(request, acks):
@@ -262,28 +274,18 @@ class Publication:
                     done += self._fail(reason, at=at)
         return tuple(done)
 
-    def _quarantine(
-        self, instance_id: InstanceId, reason: str, *, at: Moment
-    ) -> tuple[Command, ...]:
-        self._pool.on_reload_failed(instance_id, reason, now=at.now)
-        if self._pool[instance_id].incarnation is None:
-            # Its process is gone and will be followed by another; to ask would end that one.
-            return (Unroute(instance_id),)
-        return (Unroute(instance_id), ReplaceInstance(instance_id, reason))
-
     def _judge(
         self, request: ReloadRequest, acks: tuple[ReloadAck, ...], *, at: Moment
     ) -> tuple[Command, ...]:
-        open_batch, exported = self._open, self._exported
-        if open_batch is None or exported is None:
+        open_batch = self._open
+        if open_batch is None:
             return ()
-        open_batch.acks = acks
         if not open_batch.is_catch_up:
             return (TellRankZero(self._attempt, JudgeAcks(request, acks)),)
         verdict = judge_acks(
             request,
             acks,
-            trainer_probe_logprobs=exported.probe_logprobs,
+            trainer_probe_logprobs=open_batch.trainer_probe_logprobs,
             probe_tolerance=self._terms.probe_tolerance,
         )
         return self._judged(open_batch, verdict, at=at)
@@ -297,11 +299,7 @@ class Publication:
         if verdict.probe_difference > STOP_FACTOR * tolerance:
             # Not one broken engine: what they loaded is another policy than the trainer's, and
             # every trajectory from here on would be off-policy without anyone knowing.
-            text = (
-                f"engine and trainer disagree at v{verdict.policy_version}: the probe's logprobs "
-                f"differ by {verdict.probe_difference:.3g} (tolerated {tolerance:.3g}, the run "
-                f"stops above {STOP_FACTOR * tolerance:.3g}); {_in_words(verdict.refused)}"
-            )
+            text = disagreement(verdict, tolerance)
             return (self._written(f"failed: {text}", at=at), EndRun(6, text))
         if verdict.probe_difference > tolerance:
             said.append(
@@ -337,6 +335,48 @@ class Publication:
         self._open = None
         return (*done, *self.catch_up(at=at))
 
+    def _refuse(self, ack: ReloadAck, reason: str) -> Say:
+        self.counts.num_refused_acks += 1
+        if self._open is not None:
+            self._open.refused_acks.append(RefusedAck(ack, reason))
+        fields: dict[str, object] = {"instance": ack.instance_id, "nonce": ack.nonce, "why": reason}
+        return Say("ack_refused", fields, is_warning=True)
+
+    def _quarantine(
+        self, instance_id: InstanceId, reason: str, *, at: Moment
+    ) -> tuple[Command, ...]:
+        """Out of routing. A process that told of its failure gets one more try before it ends."""
+        open_batch, incarnation = self._open, self._pool[instance_id].incarnation
+        self._pool.on_reload_failed(instance_id, reason, now=at.now)
+        done: list[Command] = [Unroute(instance_id)]
+        if open_batch is not None:
+            open_batch.quarantined[instance_id] = reason
+        if incarnation is None:
+            # Its process is gone and will be followed by another; to ask would end that one.
+            return tuple(done)
+        if _may_be_rescued(open_batch, instance_id):
+            self._to_rescue[instance_id] = incarnation
+            fields: dict[str, object] = {"instance": instance_id, "why": reason}
+            return (*done, Say("reload_tried_again_later", fields, is_warning=True))
+        return (*done, ReplaceInstance(instance_id, reason))
+
+    def _replace_unrescued(self) -> tuple[Command, ...]:
+        """No version is committed that they could be tried with."""
+        doomed, self._to_rescue = self._to_rescue, {}
+        return tuple(
+            ReplaceInstance(instance_id, "its reload failed")
+            for instance_id, incarnation in doomed.items()
+            if self._pool[instance_id].incarnation == incarnation
+        )
+
+    def _cancel(self, why: str, *, at: Moment) -> tuple[Command, ...]:
+        if self._open is None:
+            return ()
+        self._open.batch.cancel()
+        written = self._written(f"cancelled: {why}", at=at)
+        self._open = None
+        return (written,)
+
     def _fail(self, reason: str, *, at: Moment) -> tuple[Command, ...]:
         """Too few engines proved the version: once more with their replacements, a few times."""
         written = self._written(f"failed: {reason}", at=at)
@@ -350,33 +390,16 @@ class Publication:
             times = f", {self._num_failed_in_a_row} batches in a row"
             return (written, EndRun(4, f"{reason}{times}"))
         self._is_retry_due = True
-        return (written, Say("reload_failed", {"why": reason}, is_warning=True))
+        said = Say("reload_failed", {"why": reason}, is_warning=True)
+        return (written, said, *self._replace_unrescued())
 
     def _written(self, outcome: str, *, at: Moment) -> WriteReload:
         open_batch, terms = self._open, self._terms
         if open_batch is None:
             raise InvariantError("a reload batch ended that was not open")
-        request, verdict = open_batch.batch.request, open_batch.verdict
-        return WriteReload(
-            ReloadRecord(
-                policy_version=request.policy_version,
-                nonce=request.nonce,
-                attempt=self._attempt,
-                is_catch_up=open_batch.is_catch_up,
-                method=terms.weights.rollout_weight_reload_method,
-                strategy=terms.weights.rollout_weight_reload_strategy,
-                manifest_hash=request.manifest_hash,
-                acks=open_batch.acks,
-                accepted=() if verdict is None else verdict.accepted,
-                refused={} if verdict is None else verdict.refused,
-                outcome=outcome,
-                slowest_instance=None if verdict is None else verdict.slowest_instance,
-                slowest_total_s=0.0 if verdict is None else verdict.slowest_total_s,
-                probe_difference=0.0 if verdict is None else verdict.probe_difference,
-                total_s=at.now - open_batch.begun_at,
-                wall_time_ns=at.wall_ns,
-            )
-        )
+        record = open_batch.record(outcome, terms.weights, at=at)
+        self.counts.on_written(record)
+        return WriteReload(record)
 
     def _members_in(self, ids: Iterable[InstanceId]) -> list[Member]:
         members = (self._pool[instance_id] for instance_id in ids)
@@ -387,10 +410,7 @@ class Publication:
         ]
 
 
-def _refused(ack: ReloadAck, reason: str) -> Say:
-    fields: dict[str, object] = {"instance": ack.instance_id, "nonce": ack.nonce, "why": reason}
-    return Say("ack_refused", fields, is_warning=True)
-
-
-def _in_words(refused: dict[InstanceId, str]) -> str:
-    return "; ".join(f"{instance}: {why}" for instance, why in refused.items()) or "nobody refused"
+def _may_be_rescued(open_batch: OpenBatch | None, instance_id: InstanceId) -> bool:
+    if open_batch is None or open_batch.is_catch_up:
+        return False
+    return open_batch.has_failed(instance_id)

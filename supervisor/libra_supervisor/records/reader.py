@@ -5,7 +5,47 @@ from pathlib import Path
 
 import msgspec
 
+from libra.errors import DataError
+from libra_supervisor.records.evaluation import EvaluationRecord
+from libra_supervisor.run_directory import RunDirectory
+
 TAIL_BYTES = 256 * 1024
+
+
+MOST_OBSERVED = 16384
+"""Newest trajectories whose lengths say what the next ones will be like."""
+
+
+class _Lengths(msgspec.Struct):
+    num_response_tokens: int
+    token_ids: list[int]
+
+
+def observed_lengths(directory: RunDirectory) -> tuple[tuple[int, int], ...]:
+    """(tokens given, tokens sampled) of the newest trajectories of a run, newest step first.
+
+    Raises DataError when the run has recorded none.
+    """
+    found: list[tuple[int, int]] = []
+    for path in sorted(directory.trajectories.glob("step_*.jsonl"), reverse=True):
+        for line in path.read_bytes().splitlines():
+            one = msgspec.json.decode(line, type=_Lengths)
+            sampled = one.num_response_tokens
+            found.append((len(one.token_ids) - sampled, sampled))
+        if len(found) >= MOST_OBSERVED:
+            break
+    if not found:
+        raise DataError(f"{directory.root} has no trajectories yet: is it a run directory?")
+    return tuple(found[:MOST_OBSERVED])
+
+
+def last_evaluation(evaluations: Path) -> EvaluationRecord:
+    """The newest line of evaluations.jsonl. Raises DataError when there is none."""
+    try:
+        *_, last = evaluations.read_bytes().splitlines()
+        return msgspec.json.decode(last, type=EvaluationRecord)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{evaluations}: no evaluation is recorded there: {error}") from error
 
 
 class _Line(msgspec.Struct):

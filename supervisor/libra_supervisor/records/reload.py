@@ -6,6 +6,13 @@ from libra.ids import InstanceId, PolicyVersion
 from libra.wire.instance import ReloadAck
 
 
+class RefusedAck(msgspec.Struct, frozen=True):
+    """Duplicate, foreign, or of an earlier try: it changed nothing."""
+
+    ack: ReloadAck
+    reason: str
+
+
 class ReloadRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How the engines came to one version, as the trainer judged it."""
 
@@ -19,10 +26,18 @@ class ReloadRecord(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str
     manifest_hash: str
     acks: tuple[ReloadAck, ...]
+    """Every one that was taken in, also when it reports a failure."""
+
     accepted: tuple[InstanceId, ...]
     refused: dict[InstanceId, str]
+    """By the trainer, and why."""
+
+    refused_acks: tuple[RefusedAck, ...]
+    quarantined: dict[InstanceId, str]
+    """Instances that were taken out of routing in the course of the batch, and why."""
+
     outcome: str
-    """`committed`, or `failed: ...`."""
+    """`committed`, `failed: ...`, or `cancelled: ...` by a newer version or the gang's loss."""
 
     slowest_instance: InstanceId | None
     slowest_total_s: float

@@ -1,7 +1,7 @@
 """Appends to the run directory's records. Blocks: call it in a thread."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -9,6 +9,7 @@ import msgspec
 from libra.rollouts.group import CompleteGroup
 from libra.rollouts.trajectory import Trajectory
 from libra.storage.atomic import atomic_write
+from libra_supervisor.records.evaluation import EvaluationRecord
 from libra_supervisor.records.reload import ReloadRecord
 from libra_supervisor.records.step import StepRecord
 from libra_supervisor.records.trackers import Trackers
@@ -44,14 +45,19 @@ class RecordsWriter:
 
     def write_step(self, record: StepRecord, groups: Sequence[CompleteGroup]) -> None:
         """Trajectories first, so that a step in metrics.jsonl always has its trajectories."""
-        lines = b"".join(
-            msgspec.json.encode(_trajectory_record(trajectory)) + b"\n"
-            for group in groups
-            for trajectory in group.trajectories
-        )
+        lines = _trajectory_lines(t for group in groups for t in group.trajectories)
         atomic_write(self._directory.trajectories_of(record.step), lines)
         append_line(self._directory.metrics, msgspec.json.encode(record))
         self._trackers.offer(record)
+
+    def write_evaluation(
+        self, record: EvaluationRecord, trajectories: Sequence[Trajectory]
+    ) -> None:
+        """Trajectories first, as for a step."""
+        atomic_write(
+            self._directory.evaluated_of(record.policy_version), _trajectory_lines(trajectories)
+        )
+        append_line(self._directory.evaluations, msgspec.json.encode(record))
 
     def write_reload(self, record: ReloadRecord) -> None:
         append_line(self._directory.reloads, msgspec.json.encode(record))
@@ -66,6 +72,10 @@ def append_line(path: Path, line: bytes) -> None:
         os.write(descriptor, (b"\n" if is_torn else b"") + line + b"\n")
     finally:
         os.close(descriptor)
+
+
+def _trajectory_lines(trajectories: Iterable[Trajectory]) -> bytes:
+    return b"".join(msgspec.json.encode(_trajectory_record(t)) + b"\n" for t in trajectories)
 
 
 def _trajectory_record(trajectory: Trajectory) -> TrajectoryRecord:

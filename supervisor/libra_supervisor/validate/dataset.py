@@ -7,14 +7,15 @@ from libra.data.dataset import PromptDataset, PromptRules
 from libra.data.formats import open_source
 from libra.data.task import PromptFields
 from libra.data.tokenizer import PromptTokenizer
-from libra_supervisor.validate.ports import DatasetSummary
+from libra.errors import DataError
+from libra_supervisor.validate.ports import DatasetSummary, EvaluationDataError
 
 
-def open_dataset(config: RunConfig) -> PromptDataset:
-    """Read and tokenise every row of train_data, as a run does. Raises DataError."""
+def open_dataset(config: RunConfig, path: str) -> PromptDataset:
+    """Read and tokenise every row at `path`, as a run does. Raises DataError."""
     data, rollout = config.data, config.rollout
     return PromptDataset(
-        open_source(Path(data.train_data)),
+        open_source(Path(path)),
         PromptTokenizer(Path(config.model.resolved_tokenizer_path)),
         fields=PromptFields(
             prompt=data.prompt_field,
@@ -30,8 +31,13 @@ def open_dataset(config: RunConfig) -> PromptDataset:
 
 
 def summarize_dataset(config: RunConfig) -> DatasetSummary:
-    """Read and tokenise every row of train_data. Raises DataError as the port says."""
-    dataset = open_dataset(config)
+    """Read and tokenise every row of all data. Raises DataError as the port says."""
+    dataset = open_dataset(config, config.data.train_data)
+    if config.data.eval_data:
+        try:
+            open_dataset(config, config.data.eval_data)
+        except DataError as error:
+            raise EvaluationDataError(str(error)) from error
     rows = [int(row) for row in dataset.rows]
     example = dataset.task(rows[0]).prompt_token_ids
     return DatasetSummary(

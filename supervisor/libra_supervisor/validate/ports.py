@@ -6,6 +6,7 @@ from typing import Protocol
 import msgspec
 
 from libra.config.run import RunConfig
+from libra.errors import DataError
 
 
 class DatasetSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,12 +42,16 @@ class RoleMemory(msgspec.Struct, frozen=True, kw_only=True):
     """None where the device's memory is not known."""
 
 
+class EvaluationDataError(DataError):
+    """What is wrong is in eval_data."""
+
+
 class SummarizeDataset(Protocol):
     def __call__(self, config: RunConfig, /) -> DatasetSummary:
         """Read data and tokenizer.
 
         Raises DataError naming file, line and column of rows that are bad or over-long, unless
-        on_bad_row or on_long_prompt skip them.
+        on_bad_row or on_long_prompt skip them; EvaluationDataError for those of eval_data.
         """
         ...
 

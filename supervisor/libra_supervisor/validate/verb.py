@@ -12,7 +12,12 @@ from libra.config.problems import ConfigProblemsError, Problem
 from libra.config.schema import json_schema
 from libra.errors import DataError, TokenizerError
 from libra_supervisor.validate.names import shipped_names
-from libra_supervisor.validate.ports import DatasetSummary, EstimateMemory, SummarizeDataset
+from libra_supervisor.validate.ports import (
+    DatasetSummary,
+    EstimateMemory,
+    EvaluationDataError,
+    SummarizeDataset,
+)
 from libra_supervisor.validate.report import ConfigReport, explain, finding
 from libra_supervisor.validate.text import render
 
@@ -78,6 +83,8 @@ def _summarize(
 
 def _path_of(error: DataError, loaded: LoadedConfig) -> str:
     """The option that names what is broken."""
+    if isinstance(error, EvaluationDataError):
+        return "eval_data"
     if not isinstance(error, TokenizerError):
         return "train_data"
     return "tokenizer_path" if loaded.config.model.tokenizer_path else "model_path"

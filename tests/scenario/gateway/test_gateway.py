@@ -491,3 +491,39 @@ async def test_a_body_beyond_the_limit_is_refused(monkeypatch):
         status, _, answer = await gateway.post(ASK | {"prompt": [1] * 100})
         assert (status, engine.bodies) == (400, [])
         assert "exceeds 100 bytes" in answer["error"]["message"]
+
+
+@pytest.mark.case("R-B29")
+async def test_streams_on_an_instance_that_is_drained_go_on_and_are_cut_with_a_reason():
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(FakeUpstream(f"i{k}")) for k in range(2)]
+        gateway = await stack.enter_async_context(
+            running_gateway(*engines, load_balance_strategy="round_robin")
+        )
+        leaving, staying = engines
+        leaving.num_tokens, leaving.token_delay_s = 100_000, 0.01
+        gateway.scheduler.set_ready(InstanceId("i1"), False, clock.now())
+        begun, contents = [], []
+
+        async def read_to_the_end():
+            path = gateway.url + "/v1/completions"
+            async with gateway.client.post(path, json=STREAM) as answer:
+                begun.append(await answer.content.readuntil(b"\n\n"))
+                contents.append(await answer.read())
+
+        async with anyio.create_task_group() as tg:
+            for _ in range(10):
+                tg.start_soon(read_to_the_end)
+            await eventually(lambda: len(begun) == 10)
+            gateway.scheduler.set_ready(InstanceId("i1"), True, clock.now())
+            gateway.scheduler.drain_instance(InstanceId("i0"), True, clock.now())
+            for _ in range(5):
+                assert (await gateway.post(ASK))[1]["X-Libra-Instance"] == "i1"
+            assert (leaving.num_running, staying.num_served, contents) == (10, 5, [])
+            # The deadline of the drain is over: the process is ended.
+            await leaving.die()
+        assert len(contents) == 10
+        for content in contents:
+            last = content.split(b"\n\n")[-2]
+            assert "i0 broke off its answer" in msgspec.json.decode(last[6:])["error"]["message"]
+        assert gateway.scheduler.num_in_flight() == 0

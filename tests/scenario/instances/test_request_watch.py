@@ -9,7 +9,7 @@ import trio.testing
 
 from fleets import fleet_of
 from libra import clock
-from libra.errors import PeerError
+from libra.errors import PeerError, RejectedError
 from libra.ids import InstanceId, RequestId
 from libra.rollouts.generation import GenerationRequest
 from libra.wire.instance import Sampling
@@ -42,7 +42,7 @@ class SlowEngine:
         self.answer_s = answer_s
         self.running = {}
         self.lost = set()
-        self.is_silent = False
+        self.error = None
         self.num_asked = 0
         self.watch = RequestWatch(rng=Random(1))
 
@@ -65,8 +65,8 @@ class SlowEngine:
 
     async def open_requests(self):
         self.num_asked += 1
-        if self.is_silent:
-            raise PeerError("i0 did not answer")
+        if self.error is not None:
+            raise self.error
         told = {name: int(clock.now() - at) for name, at in self.running.items()}
         return {name: num for name, num in told.items() if name not in self.lost}
 
@@ -159,11 +159,33 @@ async def test_a_server_that_does_not_tell_for_a_while_costs_no_request():
 
         async def falter():
             await clock.sleep(100.0)
-            world.engine.is_silent = True
+            world.engine.error = PeerError("i0 did not answer")
             await clock.sleep(200.0)
-            world.engine.is_silent = False
+            world.engine.error = None
 
         tasks.start_soon(falter)
         answer = await world.sample().generate((1, 2, 3))
         tasks.cancel_scope.cancel()
     assert answer.token_ids == (10, 11)
+
+
+async def test_a_server_that_cannot_tell_is_not_taken_for_one_that_lost_its_requests():
+    world = World(SlowEngine(answer_s=2000.0))
+    world.engine.error = RejectedError("i0 answered 404 while telling its requests: Not Found")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.engine.watch.run, world.engine)
+        answer = await world.sample().generate((1, 2, 3))
+        tasks.cancel_scope.cancel()
+    assert answer.token_ids == (10, 11)
+
+
+async def test_a_server_that_never_answers_loses_its_requests_at_the_idle_limit():
+    world = World(SlowEngine(answer_s=2000.0))
+    world.engine.error = PeerError("i0 did not answer")
+    began = clock.now()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.engine.watch.run, world.engine)
+        with pytest.raises(EngineSilentError):
+            await world.sample().generate((1, 2, 3))
+        tasks.cancel_scope.cancel()
+    assert clock.now() - began == 300.0

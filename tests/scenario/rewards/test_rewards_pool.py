@@ -155,10 +155,9 @@ async def test_cases_are_scored_side_by_side(tmp_path):
 async def test_a_reward_that_cannot_be_loaded_ends_the_pool_with_the_reason(
     tmp_path, reward, message
 ):
-    with pytest.raises(ExceptionGroup) as raised:
+    with pytest.raises(ConfigError, match=message):
         async with pool_of(tmp_path, reward=reward) as pool:
             await pool.wait_ready()
-    assert raised.group_contains(ConfigError, match=message)
 
 
 async def test_a_pool_that_has_ended_fails_the_case_and_hides_no_cause(tmp_path):
@@ -168,7 +167,6 @@ async def test_a_pool_that_has_ended_fails_the_case_and_hides_no_cause(tmp_path)
 
 
 async def test_workers_that_cannot_start_end_the_pool_with_what_they_said(tmp_path):
-    with pytest.raises(ExceptionGroup) as raised:
+    with pytest.raises(ChildError, match="reward-0"):
         async with pool_of(tmp_path, memory_bytes=2**20) as pool:
             await pool.wait_ready()
-    assert raised.group_contains(ChildError, match=r"reward-0")

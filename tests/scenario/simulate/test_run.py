@@ -69,9 +69,9 @@ def test_steps_follow_one_another_and_each_trains_a_whole_batch():
     assert [step.step for step in result.steps] == [1, 2, 3, 4, 5]
     assert {step.num_trajectories for step in result.steps} == {64}
     for step in result.steps:
-        assert step.started_at < step.ended_at < step.reloaded_at
+        assert step.started_at < step.ended_at < step.freed_at
     for before, after in zip(result.steps, result.steps[1:], strict=False):
-        assert after.started_at >= before.reloaded_at
+        assert after.started_at >= before.freed_at
 
 
 def test_a_looser_staleness_bound_lets_rollout_and_training_overlap():
@@ -83,8 +83,8 @@ def test_a_looser_staleness_bound_lets_rollout_and_training_overlap():
 def test_fewer_syncs_stop_the_engines_less_often():
     config = small(rollout={"max_head_offpolicyness": 4.0})
     every, rare = run(config), run(replaced(config, weights={"sync_interval": 5}))
-    assert sum(step.reloaded_at > step.ended_at for step in every.steps) == 5
-    assert sum(step.reloaded_at > step.ended_at for step in rare.steps) == 1
+    assert sum(step.freed_at > step.ended_at for step in every.steps) == 5
+    assert sum(step.freed_at > step.ended_at for step in rare.steps) == 1
 
 
 @pytest.mark.parametrize(
@@ -97,25 +97,23 @@ def test_fewer_syncs_stop_the_engines_less_often():
         {"rollout_weight_reload_strategy": "serial"},
     ],
 )
-def test_every_way_to_reload_ends_and_costs_at_least_the_load(weights):
+def test_every_way_to_reload_ends_and_the_next_export_waits_for_it(weights):
     result = run(replaced(small(), weights=weights), num_steps=4)
-    reload_s = [step.reloaded_at - step.ended_at for step in result.steps]
-    assert min(reload_s) > 0.5
+    assert min(step.freed_at - step.ended_at for step in result.steps) > 0.5
     if weights.get("rollout_weight_reload_method") == "restart":
-        assert min(reload_s) > 60
+        assert result.step_s > 60
+    else:
+        assert result.step_s < 20
 
 
 def test_serial_reloads_take_longer_than_parallel_ones():
     config = small(planner={"allowed_rollout_tp": [1]})
-    parallel = run(config, num_steps=3)
-    serial = run(
-        replaced(config, weights={"rollout_weight_reload_strategy": "serial"}), num_steps=3
-    )
-
-    def reload_s(result):
-        return result.steps[0].reloaded_at - result.steps[0].ended_at
-
-    assert reload_s(serial) > reload_s(parallel)
+    restart = {"rollout_weight_reload_method": "restart"}
+    parallel = run(replaced(config, weights=restart), num_steps=3)
+    one_by_one = {**restart, "rollout_weight_reload_strategy": "serial"}
+    serial = run(replaced(config, weights=one_by_one), num_steps=3)
+    # Two instances or more, a minute each.
+    assert serial.step_s > parallel.step_s + 60
 
 
 def test_metrics_feedback_works_on_the_simulated_clock():
@@ -168,11 +166,11 @@ def test_a_router_that_knows_lengths_beats_one_that_does_not_on_the_same_mix():
     assert known.tokens_per_gpu_s > unknown.tokens_per_gpu_s
 
 
-def test_the_planned_split_is_within_a_tenth_of_the_best_static_one():
+def test_the_planned_split_is_within_a_twentieth_of_the_best_static_one():
     config = small()
     demand = LENGTHS.demand(config)
     best = min(run(config, scenario=scenario).step_s for scenario in static_splits(config, demand))
-    assert run(config, scenario=planned(config, demand)).step_s <= 1.1 * best
+    assert run(config, scenario=planned(config, demand)).step_s <= 1.05 * best
 
 
 def test_colocated_runs_are_on_policy_and_pay_for_every_switch():
@@ -240,5 +238,5 @@ def test_without_weight_syncs_nothing_is_reloaded():
         weights={"rollout_weight_sync_mode": "none"},
     )
     result = run(config, num_steps=3)
-    assert all(step.reloaded_at == step.ended_at for step in result.steps)
+    assert all(step.freed_at == step.ended_at for step in result.steps)
     assert [step.max_staleness for step in result.steps] == [0, 1, 2]

@@ -34,11 +34,11 @@ from libra_supervisor.shared_load.exchange import LoadExchange  # noqa: E402
 class GatewayRank:
     def __init__(self, directory: str, rank: str) -> None:
         self.config = scheduling(
-            enable_metrics_feedback=True,
-            metrics_poll_interval_s=1.0,
+            # Shared load alone: what feedback adds depends on when each server was last asked.
+            enable_metrics_feedback=False,
             prefix_affinity=True,
             shared_load_dir=directory,
-            shared_load_ttl_s=2.0,
+            shared_load_ttl_s=8.0,
             shared_load_heartbeat_s=0.3,
             shared_load_cache_ttl_s=0.1,
         )

@@ -1,6 +1,7 @@
 """The gateway and the scheduler over real vLLM servers on CPU."""
 
 import random
+import statistics
 import sys
 
 import aiohttp
@@ -94,6 +95,7 @@ async def test_vllm_bench_serve_runs_against_the_gateway(servers, tokenizer):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 async def test_kv_tokens_with_feedback_end_a_burst_before_round_robin_and_requests(
     servers, record_property
 ):
@@ -105,10 +107,16 @@ async def test_kv_tokens_with_feedback_end_a_burst_before_round_robin_and_reques
         "kv_tokens": {"load_metric": "kv_tokens", "enable_metrics_feedback": True},
     }
     await makespan(servers, output_lengths=lengths[:8], num_in_flight=8, seed=99)
-    seconds = {}
-    for name, options in shapes.items():
-        found = await makespan(servers, output_lengths=lengths, num_in_flight=48, seed=1, **options)
-        seconds[name] = found.seconds
-        record_property(f"makespan_s_{name}", f"{found.seconds:.2f} {found.num_by_instance}")
-        print(name, found)
+    all_seconds = {name: [] for name in shapes}
+    for turn in range(3):  # they take turns: a busy moment of the machine is no one's merit
+        for name, options in shapes.items():
+            found = await makespan(
+                servers, output_lengths=lengths, num_in_flight=48, seed=1000 * turn, **options
+            )
+            all_seconds[name].append(found.seconds)
+            print(turn, name, found)
+    seconds = {name: statistics.median(several) for name, several in all_seconds.items()}
+    for name, median_s in seconds.items():
+        record_property(f"makespan_s_{name}", f"{median_s:.2f}")
+    print("medians", seconds)
     assert seconds["kv_tokens"] < min(seconds["round_robin"], seconds["requests"])

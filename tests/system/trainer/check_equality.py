@@ -1,6 +1,7 @@
-"""Megatron's logits, logprobs, entropies and gradients against transformers', under torchrun."""
+"""A backend's logits, logprobs, entropies and gradients against transformers', under torchrun."""
 
 import numpy as np
+import pytest
 
 from trainer_ranks import no_beat, run_config
 
@@ -9,6 +10,16 @@ def check_kinds(world, directory, kinds, *, layout=None, **options) -> None:
     """`directory` holds KIND/ (a model) and KIND.safetensors (of make_references.py)."""
     for kind in kinds:
         check(kind, directory, options, world, layout)
+
+
+def check_other_architectures(world, directory, **options) -> None:
+    """What Megatron's mapping does not know; and what would be trained wrongly is refused."""
+    from libra.errors import ConfigError
+    from libra.trainer.assembly import assemble
+
+    check_kinds(world, directory, ["olmo2"], **options)
+    with pytest.raises(ConfigError, match=r"logits of GraniteForCausalLM .* times its output"):
+        assemble(run_config(directory / "granite", **options), world, beat=no_beat)
 
 
 def check(kind, directory, options, world, layout) -> None:
@@ -55,13 +66,15 @@ def check_weights(trainer, model_directory) -> None:
 
 def check_logits(trainer, tokens, expected) -> None:
     import torch
+
+    sizes, name = trainer.world.sizes, trainer.backend.name
+    if sizes.pipeline > 1 or sizes.context > 1 or name != "megatron_core":
+        return
     from megatron.core import tensor_parallel
 
     from libra.trainer.columns import Packing
     from libra.trainer.model import bare
 
-    if trainer.world.sizes.pipeline > 1 or trainer.world.sizes.context > 1:
-        return
     # One extra column, so that sequence parallelism can cut the length evenly.
     padded = torch.nn.functional.pad(tokens, (0, 1))
     packing = Packing(positions=torch.arange(padded.shape[1]), longest=padded.shape[1])
@@ -92,7 +105,6 @@ def check_gradients(trainer, batches, expected) -> None:
     from make_references import TEMPERATURE
 
     from libra.trainer.head import Sampling
-    from libra.trainer.hf_weights import local_parameters
     from libra.trainer.loss import LossSums
 
     world = trainer.world
@@ -106,9 +118,9 @@ def check_gradients(trainer, batches, expected) -> None:
         batches, weighted_sum, sampling=Sampling(TEMPERATURE), beat=lambda: None
     )
     with torch.no_grad():
-        backend = trainer.backend
-        for _, parameter in local_parameters(backend.model, backend.architecture, world):
-            parameter.copy_(parameter.main_grad / world.sizes.data)
+        for parameter in trainer.backend.model.parameters():
+            gradient = getattr(parameter, "main_grad", parameter.grad)
+            parameter.copy_(gradient / world.sizes.data)
     gradients = dict(trainer.backend.hf_tensors())
     assert bool(gradients) == (world.at.rank == 0)
     for name, gradient in gradients.items():

@@ -1,6 +1,6 @@
 """Everything that is checked under one layout, in one start of torchrun, which takes seconds.
 
-check_layout.py TP PP CP EP MODELS SAVED OUTPUT PART...
+check_layout.py BACKEND TP PP CP EP MODELS SAVED OUTPUT PART...
 Rank 0 writes what the parts return to OUTPUT as JSON. A part that fails raises.
 """
 
@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from check_equality import check_kinds
+from check_equality import check_kinds, check_other_architectures
 from check_guards import check_guards
 from check_learning import learn_all
 from check_resume import check_spread_experts, go_on_all
@@ -18,9 +18,10 @@ from trainer_ranks import joined_world, run_config
 
 
 def main() -> None:
-    models, saved, output = map(Path, sys.argv[5:8])
+    models, saved, output = map(Path, sys.argv[6:9])
     names = ("train_tp_size", "train_pp_size", "train_cp_size", "train_ep_size")
-    layout = {name: int(size) for name, size in zip(names, sys.argv[1:5], strict=True)}
+    layout = {name: int(size) for name, size in zip(names, sys.argv[2:6], strict=True)}
+    layout["train_backend"] = sys.argv[1]
     model = models / "qwen2"
     with joined_world(run_config(model, **layout)) as world:
         parts = {
@@ -36,6 +37,7 @@ def main() -> None:
                 megatron_sequence_parallel=layout["train_tp_size"] > 1,
                 **layout,
             ),
+            "others": lambda: check_other_architectures(world, models, **layout),
             "learning": lambda: learn_all(world, model, **layout),
             "expert_learning": lambda: learn_all(
                 world,
@@ -44,12 +46,12 @@ def main() -> None:
                 megatron_sequence_parallel=layout["train_tp_size"] > 1,
                 **layout,
             ),
-            "guards": lambda: check_guards(world, model),
+            "guards": lambda: check_guards(world, model, **layout),
             "save": lambda: go_on_all(world, models, saved, "save", **layout),
             "restore": lambda: go_on_all(world, models, saved, "restore", **layout),
             "spread_experts": lambda: check_spread_experts(world, models, saved, **layout),
         }
-        results = {name: parts[name]() for name in sys.argv[8:]}
+        results = {name: parts[name]() for name in sys.argv[9:]}
         if world.at.rank == 0:
             output.write_text(json.dumps(results))
 

@@ -54,6 +54,8 @@ def learn_all(
         objective = OBJECTIVES[name]
         splits = SPLITS if name in {"plain", "gspo"} else {"whole": {}}
         for split, options in splits.items():
+            if sizes["train_backend"] != "megatron_core" and "activations" in split:
+                continue
             config = run_config(model, **BASE | sizes | objective | options)
             results[f"{name}/{split}"] = learn(config, world, layout=layout)
     single = run_config(model, **BASE | sizes | {"mini_batch_size": 0})

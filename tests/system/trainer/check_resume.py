@@ -37,11 +37,22 @@ BASE = {
 def go_on_all(world, models, directory, action, **layout) -> dict[str, list[dict[str, float]]]:
     """Train, save in `directory` and go on; or restore from there and go on. Returns metrics."""
     results = {}
-    for name, options in VARIANTS.items():
+    for name, options in variants_of(layout["train_backend"]):
         model = models / ("qwen3_moe" if "experts" in name else "qwen2")
         config = run_config(model, **BASE | layout | options)
         results[name] = go_on(config, world, directory / name, action)
     return results
+
+
+def variants_of(backend) -> list[tuple[str, dict[str, object]]]:
+    """The variants that differ under a backend: without Megatron's options several are one."""
+    if backend == "megatron_core":
+        return list(VARIANTS.items())
+    return [
+        (name, {} if name == "experts" else options)
+        for name, options in VARIANTS.items()
+        if not name.startswith("distributed")
+    ]
 
 
 def check_spread_experts(world, models, directory, **layout) -> None:
@@ -59,6 +70,7 @@ def check_spread_experts(world, models, directory, **layout) -> None:
 def go_on(config, world, directory, action) -> list[dict[str, float]]:
     from libra.trainer.assembly import assemble
     from libra.trainer.checkpoint import restore_checkpoint, stage_checkpoint
+    from libra.trainer.probe import probe_logprobs
     from libra.wire.rank import SaveCheckpoint
 
     trainer = assemble(config, world, beat=no_beat)
@@ -71,6 +83,8 @@ def go_on(config, world, directory, action) -> list[dict[str, float]]:
         )
         staged = stage_checkpoint(trainer, command)
     else:
+        # Weights gathered for a pass before the restore must not be used after it.
+        probe_logprobs(trainer, (1, 2, 3))
         restore_checkpoint(trainer, checkpoint)
     assert trainer.learner.progress.step == SAVED_STEP
     metrics = [train(trainer, step) for step in range(SAVED_STEP + 1, LAST_STEP + 1)]

@@ -1,4 +1,4 @@
-"""The same numbers under every layout, split and after a resume; torchrun ranks do the work."""
+"""The same numbers under every backend, layout, split and after a resume; torchrun ranks work."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tiny_models import KINDS, WITH_EXPERTS, make_tiny_model
+from tiny_models import KINDS, WITH_EXPERTS, make_other_architectures, make_tiny_model
 from trainer_gang import run_ranks
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
@@ -22,8 +22,15 @@ RUNS = {
     "cp2": (2, 1, 1, 2, 1, ["equality", "learning", "restore"]),
     "ep2": (2, 1, 1, 1, 2, ["experts", "expert_learning", "spread_experts"]),
     "dp2 again": (2, 1, 1, 1, 1, ["restore"]),
+    "fsdp2": (2, 1, 1, 1, 1, ["equality", "experts", "others", *LEARNING, "guards", "save"]),
+    "fsdp2 again": (2, 1, 1, 1, 1, ["restore"]),
+    "fsdp1": (1, 1, 1, 1, 1, ["expert_learning", "restore"]),
 }
 """Ranks; tensor, pipeline, context, expert-parallel size; parts of check_layout.py."""
+
+
+def backend_of(run: str) -> str:
+    return "fsdp" if run.startswith("fsdp") else "megatron_core"
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +41,15 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
     kinds = [*KINDS, *WITH_EXPERTS]
     for kind in kinds:
         make_tiny_model(models / kind, kind)
+    make_other_architectures(models)
     script = Path(__file__).parent / "make_references.py"
-    subprocess.run([sys.executable, script, models, *kinds], check=True, capture_output=True)
+    command = [sys.executable, script, models, *kinds, "olmo2"]
+    subprocess.run(command, check=True, capture_output=True)
     found = {}
     for name, (ranks, *sizes, parts) in RUNS.items():
         output = directory / f"{name}.json"
-        arguments = [*sizes, models, directory / "saved", output, *parts]
+        backend = backend_of(name)
+        arguments = [backend, *sizes, models, directory / f"saved_{backend}", output, *parts]
         run_ranks("check_layout.py", ranks, *arguments, log=directory / f"{name}.log")
         found[name] = json.loads(output.read_text())
     return found
@@ -51,12 +61,12 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
         (layout, part)
         for layout, run in RUNS.items()
         for part in run[-1]
-        if part in {"equality", "packed", "sequence_parallel", "experts"}
+        if part in {"equality", "packed", "sequence_parallel", "experts", "others"}
     ],
 )
 @pytest.mark.case("T-B26")
 @pytest.mark.case("T-B83")
-def test_megatron_computes_what_transformers_computes(results, layout, part):
+def test_the_trainer_computes_what_transformers_computes(results, layout, part):
     assert part in results[layout]
 
 
@@ -65,14 +75,14 @@ def learned(results) -> dict[str, dict[str, list[dict[str, float]]]]:
     return {name: parts["learning"] for name, parts in results.items() if "learning" in parts}
 
 
-@pytest.mark.parametrize("layout", ["one", "dp2", "tp2", "pp2", "cp2"])
+@pytest.mark.parametrize("layout", ["one", "dp2", "tp2", "pp2", "cp2", "fsdp2"])
 @pytest.mark.case("T-B18")
 @pytest.mark.case("T-B19")
 def test_a_step_does_not_depend_on_layout_or_micro_batches(learned, layout):
     compare(learned[layout], learned["one"])
 
 
-@pytest.mark.parametrize("layout", ["one", "ep2"])
+@pytest.mark.parametrize("layout", ["one", "ep2", "fsdp1", "fsdp2"])
 def test_a_step_of_a_model_with_experts_does_not_depend_on_where_they_are(results, layout):
     compare(results[layout]["expert_learning"], results["one"]["expert_learning"])
 
@@ -108,24 +118,27 @@ def test_only_a_step_of_several_mini_batches_needs_a_recomputation(learned):
     assert single["clip_fraction"] == 0.0
 
 
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2"])
 @pytest.mark.case("T-B14")
 @pytest.mark.case("T-B16")
-def test_what_is_not_finite_or_not_there_is_skipped_by_all_ranks_alike(results):
-    assert "guards" in results["dp2"]
+def test_what_is_not_finite_or_not_there_is_skipped_by_all_ranks_alike(results, layout):
+    assert "guards" in results[layout]
 
 
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2"])
 @pytest.mark.case("T-B49")
-def test_a_resumed_run_repeats_every_step_to_the_last_bit(results):
-    assert results["dp2 again"]["restore"] == results["dp2"]["save"]
+def test_a_resumed_run_repeats_every_step_to_the_last_bit(results, layout):
+    assert results[f"{layout} again"]["restore"] == results[layout]["save"]
 
 
 def test_a_checkpoint_with_experts_on_several_ranks_is_resumed_there(results):
     assert "spread_experts" in results["ep2"]
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "cp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "cp2", "fsdp1"])
 def test_a_checkpoint_is_resumed_on_another_layout(results, layout):
-    wanted, got = results["dp2"]["save"], results[layout]["restore"]
+    saved = "fsdp2" if backend_of(layout) == "fsdp" else "dp2"
+    wanted, got = results[saved]["save"], results[layout]["restore"]
     assert got
     for variant, steps in got.items():
         tolerance = 1e-2 if "bfloat16" in variant else 2e-6

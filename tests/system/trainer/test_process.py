@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from libra import clock
+from libra.errors import SiteError
 from libra.ids import Incarnation, InstanceId, PolicyVersion, RunId
 from libra.storage.checkpoints import list_complete_checkpoints, read_rollout_state
 from libra.storage.manifests import read_manifest, verify_weights
@@ -27,8 +28,9 @@ from libra.wire.rank import (
     StepTrained,
     WeightsExported,
 )
+from libra_supervisor.app.exporting import export_checkpoint
 from tiny_models import make_tiny_model
-from trainer_gang import FakeSupervisor
+from trainer_gang import FakeSupervisor, trainer_environment
 from trainer_ranks import make_samples, run_config, train_step
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
@@ -207,6 +209,22 @@ def test_the_checkpoint_is_complete_and_holds_the_rollout_state(first_life):
     assert (found.step, found.manifest.num_optimizer_steps) == (2, 4)
     assert read_rollout_state(found.directory) == b"cursor"
     assert first_life["saved"].directory == str(found.directory)
+
+
+def test_a_checkpoint_of_two_ranks_is_exported_by_one_process(first_life, tmp_path):
+    checkpoint = Path(first_life["saved"].directory)
+    out = tmp_path / "out"
+    run_id = RunId("run-under-test")
+    export_checkpoint(checkpoint, out, run_id=run_id, environ=trainer_environment())
+    published = first_life["run_dir"] / "v000002"
+    names = ("model.safetensors", "config.json", "generation_config.json", "tokenizer_config.json")
+    for name in names:
+        assert (out / name).read_bytes() == (published / name).read_bytes(), name
+    manifest, _ = read_manifest(out)
+    assert (manifest.run_id, manifest.policy_version) == (run_id, 2)
+    verify_weights(out, manifest)
+    with pytest.raises(SiteError, match="exists already"):
+        export_checkpoint(checkpoint, out, run_id=run_id, environ=trainer_environment())
 
 
 def is_alive(pid: int) -> bool:
