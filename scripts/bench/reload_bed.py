@@ -138,6 +138,7 @@ class Bed:
                     routing=NoRouting(),
                     records=RecordsWriter(self.directory),
                     judge=lambda command: lambda: command.record,
+                    judge_probe=lambda metrics: metrics,
                 ),
                 tasks=tasks,
                 post=self.inbox.post,
@@ -154,6 +155,7 @@ class Bed:
             )
             await executor.until_written()
             tasks.cancel_scope.cancel()
+        self.inbox.close()
         if self.ended.exit_code:
             raise RuntimeError(self.ended.reason)
         return self.batches

@@ -107,7 +107,7 @@ def _run(options: Namespace, *, begin: Callable[[Launch, Prompts], None]) -> int
             with start_extended(notifier, at_most_s=start_timeout_s):
                 launch = prepare(request, directory, writes=True)
                 prompts = open_prompts(launch.config)
-                begin(launch, prompts)
+            begin(launch, prompts)
             sys.stderr.write(f"run directory {directory.root}\n")
             outcome = anyio.run(
                 run_to_end, launch, prompts, display, backend_options={"use_uvloop": True}
