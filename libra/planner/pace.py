@@ -46,6 +46,9 @@ class RolloutPace(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: float
     """Versions; infinite where nothing is published."""
 
+    waste_factor: float = 1.0
+    """What rollout makes over what is trained on."""
+
     pause_s: float
     """Standing still for a reload, once in a step."""
 
@@ -62,7 +65,7 @@ def step_seconds(train: TrainPace, rollout: RolloutPace) -> float:
     low = train.busy_s
     if _keeps(train, rollout, low):
         return low
-    high = low + train.version_s + rollout.one_batch_s + rollout.all_batches_s + rollout.pause_s
+    high = low + train.version_s + 2 * rollout.all_batches_s + rollout.pause_s
     while not _keeps(train, rollout, high):
         high *= 2
     for _ in range(_ROUNDS):
@@ -78,4 +81,5 @@ def _keeps(train: TrainPace, rollout: RolloutPace, step_s: float) -> bool:
     if rollout.max_staleness < inf:
         allowed_s = min(allowed_s, (rollout.max_staleness + 1) * step_s - train.version_s)
     num_batches = min(max(1.0, allowed_s / step_s), float(rollout.num_batches))
-    return rollout.batches_s(num_batches) + num_batches * rollout.pause_s <= allowed_s
+    needed_s = rollout.waste_factor * rollout.batches_s(num_batches)
+    return needed_s + num_batches * rollout.pause_s <= allowed_s

@@ -1,6 +1,7 @@
 """The rollout half of a split: instances for a number of GPUs, and what they need for the work."""
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import msgspec
 
@@ -10,6 +11,10 @@ from libra.planner.layout import RolloutLayout, best_layout, layout_within
 from libra.planner.pace import RolloutPace, TrainPace, step_seconds
 from libra.planner.rollout_cost import InstanceCost, Workload
 from libra.planner.spread import spread_over, spreads
+
+WASTE: Final = 1.10
+"""Over what is trained on. Batches are made of the groups that end first, so where rollout sets the
+pace long ones are passed over and dropped as stale: 4 to 15 % of the trajectories, simulated."""
 
 _ONE_BATCH_TOLERANCE = 1e-3
 _ALIKE = 1.005
@@ -54,13 +59,15 @@ class RolloutSide(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.lengths_known:
             layout = self.by_length(num_gpus, tolerance=tolerance)
-            one = best_layout(
-                self.costs,
-                self.one_batch,
-                num_gpus=num_gpus,
-                tolerance=_ONE_BATCH_TOLERANCE,
-                node_gpus=self._layout_node_gpus,
-            )
+            one = layout
+            if self.terms.num_batches > 1:
+                one = best_layout(
+                    self.costs,
+                    self.one_batch,
+                    num_gpus=num_gpus,
+                    tolerance=_ONE_BATCH_TOLERANCE,
+                    node_gpus=self._layout_node_gpus,
+                )
             return layout, self._pace(layout, one.makespan_s)
         found = [
             (layout, self._pace(layout, self._spread(instances, self.one_batch).makespan_s))
@@ -93,6 +100,7 @@ class RolloutSide(msgspec.Struct, frozen=True, kw_only=True):
             all_batches_s=layout.makespan_s,
             num_batches=self.terms.num_batches,
             max_staleness=self.terms.max_staleness,
+            waste_factor=1.0 if self.lengths_known else WASTE,
             pause_s=self.terms.pause_s_of(layout.tp_degrees),
         )
 

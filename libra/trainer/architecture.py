@@ -4,6 +4,7 @@ Only what Libra's Megatron model computes exactly is accepted; anything else is 
 because a model that is nearly right trains silently against its own engine.
 """
 
+from math import log
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,15 +16,39 @@ from libra.storage.digest import hash_bytes
 SUPPORTED_MODEL_TYPES = ("qwen2", "llama", "qwen3", "qwen3_moe")
 
 
-class Rope(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary embedding. The four factors are read by `llama3`, `factor` by `linear` too."""
+class Yarn(msgspec.Struct, frozen=True, kw_only=True):
+    """What YaRN (arXiv 2309.00071) needs beyond a factor and the original length."""
 
-    kind: Literal["default", "linear", "llama3"]
+    attention_factor: float
+    """That queries and keys are multiplied by."""
+
+    beta_fast: float = 32.0
+    """Turns over the original length from which on a wave is kept."""
+
+    beta_slow: float = 1.0
+    """Turns up to which a wave is slowed by the whole factor."""
+
+    truncates: bool = True
+    """Whether the bounds between the two are whole dimensions."""
+
+
+class Rope(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary embedding. `factor` is read by all kinds but `default`, the next two by `llama3`."""
+
+    kind: Literal["default", "linear", "llama3", "yarn"]
     theta: float
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_positions: int = 0
+    """Read by `llama3` and `yarn`."""
+
+    yarn: Yarn | None = None
+
+    @property
+    def attention_factor(self) -> float:
+        """What rotated queries and keys are multiplied by."""
+        return 1.0 if self.yarn is None else self.yarn.attention_factor
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +84,11 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def hash(self) -> str:
         """Equal for two models whose checkpoints can be exchanged."""
-        return hash_bytes(msgspec.json.encode(self))
+        content = msgspec.to_builtins(self)
+        if self.rope.yarn is None:
+            # Hashes that are in checkpoints already were made before there was this field.
+            del content["rope"]["yarn"]
+        return hash_bytes(msgspec.json.encode(content))
 
 
 class _HfConfig(msgspec.Struct, kw_only=True):
@@ -171,13 +200,37 @@ def _rope(path: Path, config: _HfConfig) -> Rope:
         "high_freq_factor": "high_freq_factor",
         "original_max_position_embeddings": "original_max_positions",
     }
-    needed = {"default": 0, "linear": 1, "llama3": len(keys)}.get(kind)
-    if needed is None:
-        raise DataError(
-            f"{path}: rope type {kind} is not supported, only default, linear and llama3"
-        )
-    names = list(keys)[:needed]
+    needed = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": tuple(keys),
+        "yarn": ("factor", "original_max_position_embeddings"),
+    }
+    names = needed.get(kind)
+    if names is None:
+        raise DataError(f"{path}: rope type {kind} is not supported, only {', '.join(needed)}")
     if missing := [name for name in names if name not in given]:
         raise DataError(f"{path}: rope type {kind} needs {', '.join(missing)}")
     values = {keys[name]: given[name] for name in names}
+    if kind == "yarn":
+        values["yarn"] = _yarn(given)
     return msgspec.convert({"kind": kind, "theta": theta} | values, Rope)
+
+
+def _yarn(given: dict[str, Any]) -> dict[str, Any]:
+    """As transformers fills in what config.json leaves out."""
+    return {
+        "attention_factor": given.get("attention_factor") or _attention_factor(given),
+        "beta_fast": given.get("beta_fast") or 32.0,
+        "beta_slow": given.get("beta_slow") or 1.0,
+        "truncates": given.get("truncate", True),
+    }
+
+
+def _attention_factor(given: dict[str, Any]) -> float:
+    def scale(weight: float) -> float:
+        factor = float(given["factor"])
+        return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1.0
+
+    above, below = given.get("mscale"), given.get("mscale_all_dim")
+    return scale(above) / scale(below) if above and below else scale(1.0)

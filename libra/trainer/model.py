@@ -1,6 +1,7 @@
 """Megatron's model for an architecture, on Megatron's local layer spec with our own layers."""
 
 import logging
+from math import sqrt
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ def transformer_config(
         num_attention_heads=architecture.num_heads,
         num_query_groups=architecture.num_kv_heads,
         kv_channels=architecture.head_dim,
+        softmax_scale=_softmax_scale(architecture),
         normalization="RMSNorm",
         layernorm_epsilon=architecture.norm_eps,
         gated_linear_unit=True,
@@ -99,6 +101,13 @@ def transformer_config(
         **recompute,
         **_expert_settings(architecture),
     )
+
+
+def _softmax_scale(architecture: Architecture) -> float | None:
+    """None: one over the root of the head's size."""
+    factor = architecture.rope.attention_factor
+    # Queries and keys are multiplied by it: their products get it twice.
+    return None if factor == 1.0 else factor**2 / sqrt(architecture.head_dim)
 
 
 def _expert_settings(architecture: Architecture) -> dict[str, Any]:

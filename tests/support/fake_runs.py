@@ -82,7 +82,7 @@ class FakeRun:
     def call_bare(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         argv = self.argv(*arguments)
         return subprocess.run(
-            argv, env=self.env, capture_output=True, text=True, timeout=30, check=False
+            argv, env=self.env, capture_output=True, text=True, timeout=120, check=False
         )
 
     def status(self) -> dict:
@@ -113,10 +113,10 @@ class FakeRun:
             if tag is not None and tag[0] == state.run_id and tag[1].startswith(role)
         }
 
-    def until_step(self, step: int, *, within_s: float = 60) -> None:
+    def until_step(self, step: int, *, within_s: float = 120) -> None:
         self.until(lambda: any(it >= step for it in self.steps()), within_s=within_s)
 
-    def until(self, condition, *, within_s: float = 60):
+    def until(self, condition, *, within_s: float = 120):
         deadline = time.monotonic() + within_s
         while not (value := condition()):
             assert self.process is None or self.process.poll() is None, self.tail()

@@ -42,6 +42,16 @@ KINDS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
+    "qwen2_yarn": {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+    },
     "qwen3": {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],

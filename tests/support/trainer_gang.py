@@ -21,6 +21,8 @@ from libra.wire.rank import Heartbeat, Hello, RankCommand, RankEvent, RankFailed
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = REPOSITORY / "tests/system/trainer"
 START_TIMEOUT_S = 120.0
+HANG_S = 600.0
+"""After which a script of torchrun is taken for hung; other work may slow it a lot."""
 E = TypeVar("E")
 
 
@@ -159,7 +161,7 @@ def run_ranks(script: str, num_ranks: int, *arguments: Any, log: Path) -> str:
     """Run a script of tests/system/trainer under torchrun to its end; returns its output."""
     process = start_torchrun([str(SCRIPTS / script), *map(str, arguments)], num_ranks, log=log)
     with stopped_at_exit(process):
-        code = process.wait(timeout=180)
+        code = process.wait(timeout=HANG_S)
     output = log.read_text()
     assert code == 0, output[-6000:]
     return output

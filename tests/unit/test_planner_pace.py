@@ -52,6 +52,20 @@ def test_reloads_cost_the_trainer_nothing_while_they_are_shorter_than_training()
     assert step_seconds(train(50.0, export_s=4.0, sync_s=70.0), far_behind) == 74.0
 
 
+def test_what_is_dropped_has_to_be_made_again():
+    once = rollout(60.0)
+    again = RolloutPace(
+        one_batch_s=60.0,
+        all_batches_s=60.0,
+        num_batches=1,
+        max_staleness=0.0,
+        waste_factor=1.5,
+        pause_s=0.0,
+    )
+    assert step_seconds(train(100.0), once) == pytest.approx(160.0)
+    assert step_seconds(train(100.0), again) == pytest.approx(190.0)
+
+
 @given(
     training=st.builds(train, seconds, export_s=seconds, sync_s=seconds),
     one_s=seconds,

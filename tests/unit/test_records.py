@@ -4,13 +4,15 @@ import msgspec
 import pytest
 
 from control_world import METRICS, trajectory
+from libra.errors import DataError
 from libra.ids import PolicyVersion, PromptId
 from libra.rollouts.evaluation import Evaluation, EvaluationTerms
 from libra.rollouts.group import AdmittedGroup, CompleteGroup, PromptRef
+from libra_supervisor.cli.run import said
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.step_book import StepBook
 from libra_supervisor.records.evaluation import EvaluationRecord
-from libra_supervisor.records.reader import last_attempt
+from libra_supervisor.records.reader import last_attempt, last_evaluation
 from libra_supervisor.records.writer import RecordsWriter, append_line
 from libra_supervisor.run_directory import RunDirectory
 
@@ -106,13 +108,28 @@ def test_an_evaluation_is_a_line_and_a_file_of_its_trajectories(tmp_path):
         summary=evaluation.summary(),
     )
     RecordsWriter(directory).write_evaluation(record, evaluation.trajectories)
+    newer = msgspec.structs.replace(record, policy_version=PolicyVersion(6))
     (line,) = directory.evaluations.read_text().splitlines()
+    RecordsWriter(directory).write_evaluation(newer, evaluation.trajectories)
+    assert last_evaluation(directory.evaluations) == newer
+    assert said(newer) == (
+        "v6: avg@1 0.5000, pass@1 0.5000\n"
+        "2 rows, 2 trajectories, 0 failed; 2.0 tokens, 0.0% truncated; 0.5 s\n"
+    )
     read = json.loads(line)
     assert (read["policy_version"], read["attempt"]) == (4, 2)
     assert read["summary"]["reward_mean"] == 0.5
     assert read["summary"]["pass_at"] == {"1": 0.5}
     written = [json.loads(x) for x in directory.evaluated_of(4).read_text().splitlines()]
     assert [t["reward"] for t in written] == [1.0, 0.0]
+
+
+def test_without_an_evaluation_there_is_none_to_read(tmp_path):
+    with pytest.raises(DataError, match="no evaluation is recorded"):
+        last_evaluation(tmp_path / "evaluations.jsonl")
+    (tmp_path / "evaluations.jsonl").write_bytes(b"")
+    with pytest.raises(DataError, match="no evaluation is recorded"):
+        last_evaluation(tmp_path / "evaluations.jsonl")
 
 
 def test_a_line_torn_by_a_crash_does_not_swallow_the_next_one(tmp_path):

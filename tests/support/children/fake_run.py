@@ -1,9 +1,13 @@
 """`libra-supervisor` with every part of it real but vLLM and the trainer: small programs instead.
 
 fake_run.py VERB ARGUMENTS...
+
+SIGUSR2 stalls the event loop.
 """
 
+import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +27,11 @@ def fake_server_spec(config, placement, **rest):
     return msgspec.structs.replace(spec, argv=(*argv, *([served] if served else [])))
 
 
+def stall(_signum, _frame):
+    time.sleep(600)
+
+
+signal.signal(signal.SIGUSR2, stall)
 engine.server_spec = fake_server_spec
 builder.GangSite = partial(
     builder.GangSite,

@@ -4,12 +4,14 @@
 
 It says a line every tenth of a second, so that a log that goes on can be told from one that ended.
 FAKE_SERVER is JSON: {"start_s": S} is how long the first process of the instance takes to answer,
-{"ignores_sigterm": true} makes it deaf.
+{"ignores_sigterm": true} makes it deaf, with {"hides": true} it has a
+descendant in a session of its own, as an engine behind an API server.
 """
 
 import json
 import os
 import signal
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -45,6 +47,8 @@ async def main():
     server.incarnation = os.environ[INCARNATION_VARIABLE]
     server.port = int(port)
     server.token_delay_s = 0.002
+    if switches.get("hides"):
+        subprocess.Popen(["sleep", "3600"], start_new_session=True)
     if served:
         manifest, server.manifest_hash = read_manifest(Path(served[0]))
         server.version = manifest.policy_version

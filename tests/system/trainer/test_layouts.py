@@ -11,7 +11,7 @@ import pytest
 from tiny_models import KINDS, WITH_EXPERTS, make_other_architectures, make_tiny_model
 from trainer_gang import run_ranks
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(2400)]
 
 LEARNING = ["learning", "expert_learning"]
 RUNS = {
