@@ -12,7 +12,7 @@ from libra.trainer.architecture import read_architecture
 from libra.trainer.rope import inverse_frequencies
 from tiny_models import BASE, KINDS
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(200)]
 
 YARN = {
     "rope_type": "yarn",
