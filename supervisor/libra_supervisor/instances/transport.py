@@ -40,6 +40,11 @@ class CallLimits(msgspec.Struct, frozen=True, kw_only=True):
     connect_s: float = 5.0
     first_byte_s: float | None = None
     idle_s: float | None = 60.0
+    whole_s: float | None = None
+    """From the beginning to the last byte: what trickles ends too."""
+
+    max_bytes: int | None = None
+    """Of the answer."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +100,11 @@ class InstanceTransport:
 
     async def call(self, call: Call) -> bytes:
         """Return the body of a 200 answer; everything else is one of the errors named above."""
+        with anyio.move_on_after(call.limits.whole_s):
+            return await self._call(call)
+        raise PeerError(f"{self._did_not_answer(call)}: it took more than {call.limits.whole_s} s")
+
+    async def _call(self, call: Call) -> bytes:
         trace = SimpleNamespace(is_reused=False)
         try:
             return await self._send(self._pooled, call, trace)
@@ -143,6 +153,11 @@ class InstanceTransport:
                 if not chunk:
                     return bytes(content)
                 content += chunk
+                if call.limits.max_bytes is not None and len(content) > call.limits.max_bytes:
+                    raise PeerError(
+                        f"{self.instance_id} gave over {call.limits.max_bytes} bytes "
+                        f"while {call.doing}"
+                    )
         except (aiohttp.ClientError, OSError, TimeoutError) as exc:
             raise PeerError(
                 f"{self.instance_id} broke off its answer after {len(content)} bytes "
