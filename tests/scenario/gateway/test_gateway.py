@@ -106,8 +106,21 @@ async def test_a_request_for_a_newer_version_waits_until_it_is_there():
         assert (status, headers["X-Libra-Policy-Version"]) == (200, "2")
 
 
+DEEP = b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+"""Nested deeper than any reader of JSON follows."""
+
+
 @pytest.mark.parametrize(
-    ("body", "headers"), [(b"{", {}), (b"[1]", {}), (b"{}", {"X-Libra-Min-Version": "two"})]
+    ("body", "headers"),
+    [
+        (b"{", {}),
+        (b"[1]", {}),
+        (b"", {}),
+        (b'{"max_tokens": 1' + b"0" * 6000 + b"}", {}),
+        (DEEP, {}),
+        (b"{}", {"X-Libra-Min-Version": "two"}),
+        (b"{}", {"X-Libra-Min-Version": "1" * 5000}),
+    ],
 )
 async def test_what_cannot_be_understood_is_refused_before_any_engine(body, headers):
     async with FakeUpstream() as engine, running_gateway(engine) as gateway:
@@ -472,6 +485,31 @@ async def test_an_engine_that_is_silent_on_a_reused_connection_is_not_asked_agai
         status, _, answer = await gateway.post(ASK)
         assert (status, len(engine.bodies)) == (502, 2)
         assert "was silent for 0.5 s" in answer["error"]["message"]
+
+
+@pytest.mark.case("R-B34", "R-B40")
+async def test_a_reused_connection_that_breaks_after_the_engine_worked_is_not_stale(monkeypatch):
+    monkeypatch.setattr("libra_supervisor.gateway.upstream.STALE_WITHIN_S", 0.2)
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(FakeUpstream(f"i{k}")) for k in range(2)]
+        gateway = await stack.enter_async_context(running_gateway(*engines))
+        for _ in engines:
+            assert (await gateway.post(ASK))[0] == 200
+        engines[0].is_hanging = engines[1].is_hanging = True
+        async with anyio.create_task_group() as tg:
+
+            async def ask():
+                status, headers, _ = await gateway.post(ASK)
+                assert (status, headers["X-Should-Retry"]) == (502, "false")
+
+            tg.start_soon(ask)
+            await eventually(lambda: any(engine.num_running for engine in engines))
+            await clock.sleep(0.3)
+            (working,) = (engine for engine in engines if engine.num_running)
+            for engine in engines:
+                engine.is_hanging = False
+            await working.die()
+        assert sum(len(engine.bodies) for engine in engines) == 3
 
 
 @pytest.mark.case("R-B34")
