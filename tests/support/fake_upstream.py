@@ -39,6 +39,7 @@ class FakeUpstream:
         self.message = "by switch"
         self.tells_usage = True
         self.tells_name = True
+        self.versions: str | None = None
         self.bodies: list[bytes] = []
         self.headers: list[Mapping[str, str]] = []
         self.num_running = 0
@@ -146,7 +147,8 @@ class FakeUpstream:
         return False
 
     def _identity(self) -> dict[str, str]:
-        return {"X-Libra-Instance": self.name} if self.tells_name else {}
+        name = {"X-Libra-Instance": self.name} if self.tells_name else {}
+        return name if self.versions is None else name | {"X-Libra-Policy-Versions": self.versions}
 
     def _usage(self) -> dict[str, int]:
         return {

@@ -72,3 +72,9 @@ async def running_gateway(
         finally:
             await runner.cleanup()
             tg.cancel_scope.cancel()
+
+
+async def eventually(is_true, within_s=10.0):
+    with anyio.fail_after(within_s):
+        while not is_true():
+            await clock.sleep(0.005)

@@ -256,3 +256,38 @@ def test_every_penalty_and_freshness_end_is_announced():
         dues.append(due - now)
         scheduler.on_tick(due)
     assert dues == [10.0, 11.0, 61.0]
+
+
+def test_a_degree_without_a_configured_capacity_is_left_out_although_it_was_measured():
+    scheduler = fleet_of(0, load_metric="kv_tokens", kv_capacity_tokens_by_tp={1: 1000})
+    for tp in (1, 4):
+        scheduler.observe_instance(spec(f"tp{tp}", tp=tp), 0.0)
+        scheduler.on_kv_capacity_measured(InstanceId(f"tp{tp}"), 4000, 0.0)
+    assert {place(scheduler).instance_id for _ in range(4)} == {"tp1"}
+    assert [v.removed_by for v in scheduler.instances(0.0)] == [None, "kv_capacity_unknown"]
+
+
+def test_the_penalty_lasts_as_long_as_configured():
+    scheduler, now = closed_loop(2, metrics_preemption_penalty_ttl_s=5.0)
+    scheduler.on_snapshot(I0, snapshot(now, num_preemptions=1.0), now)
+    scheduler.on_snapshot(I0, snapshot(now + 1, num_preemptions=2.0), now + 1)
+    assert {place(scheduler, now + 5.9).instance_id for _ in range(4)} == {"i1"}
+    assert place(scheduler, now + 6.1).instance_id == "i0"
+
+
+@pytest.mark.case("R-B21")
+def test_a_counter_that_begins_anew_within_one_process_counts_from_zero():
+    scheduler, now = closed_loop(2)
+    for k, count in enumerate((900.0, 3.0)):
+        seen = snapshot(now + k, num_preemptions=count, process_started_at_s=100.0)
+        scheduler.on_snapshot(I0, seen, now + k)
+    views = {v.instance_id: v.is_penalized for v in scheduler.instances(now + 1)}
+    assert views == {"i0": True, "i1": False}
+
+
+def test_a_scrape_that_a_newer_one_overtook_is_no_restart():
+    scheduler, now = closed_loop(1)
+    for at, count in ((1.0, 10.0), (3.0, 30.0), (2.0, 20.0)):
+        scheduler.on_snapshot(I0, snapshot(now + at, num_preemptions=count), now + 3)
+    (view,) = scheduler.instances(now + 3)
+    assert (view.incarnation, view.removed_by, view.snapshot_age_s) == ("first", None, 0.0)

@@ -4,7 +4,7 @@
 cancels its handler, which gives the place back and closes the engine's connection at once.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
 from types import TracebackType
@@ -59,8 +59,6 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     queue_deadline_s: float
     limits: PhaseLimits = PhaseLimits()
-    engine_headers: Mapping[str, str] = {}
-    """Added to every request to an engine."""
 
 
 class Gateway:
@@ -162,9 +160,8 @@ class Gateway:
         engine = self._engine(placement)
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         # Tokens are counted in the bytes that pass by, so they come uncompressed.
-        headers |= {"Accept-Encoding": "identity", **self._options.engine_headers}
         # The engine is asked by this name whether it still has the request.
-        headers[REQUEST_ID_HEADER] = request_id
+        headers |= {"Accept-Encoding": "identity", REQUEST_ID_HEADER: request_id}
         patience = self._patience_with(engine.instance_id, request_id)
         async with self._upstream.ask(
             engine, route, body=body, headers=headers, patience=patience

@@ -113,7 +113,11 @@ async def test_short_foreign_and_vanishing_files_are_passed_over(tmp_path):
     (tmp_path / "load_3.json").write_bytes(whole)  # says that it is rank 1
     (tmp_path / "load_4.json").symlink_to(tmp_path / "gone")
     (tmp_path / "load_5.json").mkdir()
-    (tmp_path / "load_6.json").write_bytes(whole.replace(b'"format":1', b'"format":9'))
+    newer = whole.replace(b'"format":1', b'"format":9').replace(b'"rank":"1"', b'"rank":"6"')
+    (tmp_path / "load_6.json").write_bytes(newer)
+    huge = whole.replace(b'"num_requests":2', b'"num_requests":' + b"9" * 400)
+    (tmp_path / "load_7.json").write_bytes(huge.replace(b'"rank":"1"', b'"rank":"7"'))
+    (tmp_path / "load_8.json").write_bytes(b'{"other":' + b"[" * 100_000)
     (tmp_path / "notes.txt").write_text("not ours")
     await exchange.exchange_once()
     assert exchange.status().live_ranks == ("1",)
