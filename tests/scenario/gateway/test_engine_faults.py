@@ -1,6 +1,7 @@
 """Engines that answer badly, break off or are full: who is blamed, and what the client is told."""
 
-from contextlib import AsyncExitStack
+import socket
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 
 import anyio
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from fake_upstream import FakeUpstream
 from gateways import eventually, running_gateway
 from libra import clock
+from libra_supervisor.gateway.upstream import PhaseLimits
 
 pytestmark = pytest.mark.anyio
 ASK = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 5}
@@ -67,6 +69,39 @@ async def test_a_reused_connection_that_breaks_after_the_engine_worked_is_not_st
         assert sum(len(engine.bodies) for engine in engines) == 3
 
 
+@pytest.mark.case("R-B40")
+async def test_a_fresh_connection_that_is_dropped_is_not_tried_again():
+    async with FakeUpstream() as engine, running_gateway(engine) as gateway:
+        engine.drops_all = True
+        status, headers, _ = await gateway.post(ASK)
+        assert (status, headers["X-Should-Retry"], len(engine.bodies)) == (502, "false", 1)
+
+
+@contextmanager
+def port_that_accepts_nobody():
+    """A listener whose queue is full: the kernel does not answer further connections."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.case("R-B13")
+async def test_an_engine_that_does_not_take_the_connection_costs_the_connect_limit_only():
+    with port_that_accepts_nobody() as port:
+        silent, alive = FakeUpstream("i0"), FakeUpstream("i1")
+        silent.port = port
+        async with alive, running_gateway(silent, alive, limits=PhaseLimits(connect_s=0.3)) as it:
+            with anyio.fail_after(20):
+                seen = [(await it.post(ASK))[1]["X-Libra-Instance"] for _ in range(6)]
+            assert seen == ["i1"] * 6
+
+
 @pytest.mark.case("R-B38")
 async def test_streams_that_break_off_in_a_row_open_the_engines_breaker():
     async with FakeUpstream() as engine, running_gateway(engine) as gateway:
@@ -85,3 +120,25 @@ async def test_every_version_that_the_engine_names_is_passed_on():
         _, headers, _ = await gateway.post(ASK)
         assert headers["X-Libra-Policy-Version"] == "0"  # as it was when the request was placed
         assert headers["X-Libra-Policy-Versions"] == "3,4"
+
+
+@pytest.mark.case("R-B13")
+async def test_a_client_that_reads_slowly_is_not_the_engines_silence():
+    async with (
+        FakeUpstream() as engine,
+        running_gateway(engine, limits=PhaseLimits(idle_s=0.3)) as gateway,
+    ):
+        engine.num_tokens, engine.padding = 2000, "x" * 10_000
+        path = gateway.url + "/v1/completions"
+        async with gateway.client.post(path, json=ASK | {"stream": True}) as answer:
+            await clock.sleep(1.0)  # far more is under way than all buffers hold
+            assert engine.num_running == 1
+            content = await answer.read()
+        assert content.count(b"\n\n") == 2002
+        assert content.endswith(b"data: [DONE]\n\n")
+
+
+async def test_answers_are_asked_for_uncompressed_whatever_the_client_takes():
+    async with FakeUpstream() as engine, running_gateway(engine) as gateway:
+        await gateway.post(ASK, Accept_Encoding="gzip, deflate")
+        assert engine.headers[0]["Accept-Encoding"] == "identity"
