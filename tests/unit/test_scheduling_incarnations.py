@@ -217,6 +217,18 @@ def test_instances_that_became_cold_a_moment_apart_stay_level_while_the_fleet_fi
         assert max(counts) - min(counts) <= 1
 
 
+def test_each_newcomer_begins_with_the_load_of_the_fleet_as_it_is_then():
+    scheduler = fleet_of(1)
+    scheduler.on_tick(DURATION_S)
+    loads = []
+    for name in ("a", "b"):
+        for _ in range(12):
+            place(scheduler, DURATION_S)
+        scheduler.observe_instance(spec(name), DURATION_S)
+        loads.append({v.instance_id: v.load for v in scheduler.instances(DURATION_S)}[name])
+    assert loads == [12 / 2, 24 / 3]
+
+
 def test_every_cold_instance_carries_the_load_that_all_ranks_together_have():
     scheduler = fleet_of(2)
     remote = {(InstanceId(f"i{k}"), FIRST): RemoteLoad(4, 400) for k in range(2)}
