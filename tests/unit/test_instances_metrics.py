@@ -93,3 +93,10 @@ def test_a_cache_more_than_full_is_unknown_and_the_other_engine_is_read():
 def test_a_capacity_of_thousands_of_digits_is_unknown():
     page = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{"9" * 5000}"}} 1.0\n'
     assert read(page).load.kv_capacity_tokens is None
+
+
+def test_the_capacity_of_a_server_is_unknown_while_one_of_its_engines_does_not_tell():
+    told = 'vllm:cache_config_info{engine="0",block_size="16",num_gpu_blocks="10"} 1\n'
+    unset = 'vllm:cache_config_info{engine="1",block_size="16",num_gpu_blocks="None"} 1\n'
+    assert read(told).load.kv_capacity_tokens == 160
+    assert read(told + unset).load.kv_capacity_tokens is None
