@@ -6,7 +6,7 @@ connection. One that is lost later may have been worked on, and is not repeated.
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from io import BytesIO
 from math import inf
 from types import SimpleNamespace, TracebackType
@@ -158,7 +158,8 @@ class Upstream:
         headers: Mapping[str, str],
         trace: SimpleNamespace,
     ) -> aiohttp.ClientResponse:
-        with anyio.fail_after(self._limits.first_byte_s):
+        limit_s = self._limits.first_byte_s
+        with nullcontext() if limit_s is None else anyio.fail_after(limit_s):
             return await session.post(
                 url,
                 data=body if len(body) < LARGE_BODY_BYTES else BytesIO(body),

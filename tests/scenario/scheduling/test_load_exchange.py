@@ -207,7 +207,9 @@ def test_readers_see_whole_files_while_other_processes_replace_them(tmp_path):
     seen = Counter()
     try:
         while any(w.poll() is None for w in writers):
-            for rank, content in reader.read().items():
+            found = reader.read()
+            assert found.keys() >= seen.keys()  # at no moment is a file short or missing
+            for rank, content in found.items():
                 seen[rank] += 1
                 assert {(e.num_requests, e.num_tokens) for e in content.load} == {
                     (content.sequence, 7 * content.sequence)
