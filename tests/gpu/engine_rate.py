@@ -189,9 +189,10 @@ async def ask(
                 sampling = Sampling(max_new_tokens=length, seed=number)
                 if way == "client":
                     answer = await client.complete(prompt, sampling, request_id=f"r{number}")
-                    num_tokens += len(answer.token_ids)
+                    found = len(answer.token_ids)
                 else:
-                    num_tokens += await direct(session, server.url, prompt, sampling)
+                    found = await direct(session, server.url, prompt, sampling)
+                num_tokens += found
 
         for _ in range(users):
             tasks.start_soon(user)
