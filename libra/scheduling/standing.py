@@ -187,17 +187,26 @@ class Standing:
             self.order.enter(slot, wanted)
 
     def _note_feedback(self, slot: Slot, now: float) -> None:
-        has_feedback = slot.feedback.is_fresh(now)
-        if has_feedback != slot.has_feedback:
-            kind = FeedbackRestored if has_feedback else FeedbackLost
+        is_lost = now >= self._feedback_lost_at(slot)
+        if is_lost != slot.has_lost_feedback:
+            kind = FeedbackLost if is_lost else FeedbackRestored
             self.notices.append(kind(slot.instance_id))
-            slot.has_feedback = has_feedback
+            slot.has_lost_feedback = is_lost
+
+    def _feedback_lost_at(self, slot: Slot) -> float:
+        """When it is worth a word that no fresh snapshot came, be it from the beginning."""
+        seen = slot.feedback.snapshot
+        since = slot.routable_since if seen is None else seen.sampled_at
+        if since is None or not self._config.enable_metrics_feedback:
+            return inf
+        return since + self._config.metrics_staleness_ttl_s
 
     def _arm(self, slot: Slot, now: float) -> None:
         due = min(
             slot.feedback.next_change_at(now),
             slot.breaker.next_change_at(now),
             next_step_at(slot.routable_since, now),
+            inf if slot.has_lost_feedback else self._feedback_lost_at(slot),
         )
         if due < inf and (slot.timer_at is None or due < slot.timer_at):
             slot.timer_at = due

@@ -18,6 +18,7 @@ I0, I1 = InstanceId("i0"), InstanceId("i1")
 def closed_loop(num_instances, **options):
     scheduler = fleet_of(num_instances, enable_metrics_feedback=True, **options)
     scheduler.on_tick(DURATION_S)
+    scheduler.take_notices()  # that nobody told anything so far
     return scheduler, DURATION_S
 
 
@@ -121,6 +122,22 @@ def test_old_snapshots_neither_block_nor_bias_and_that_is_said_once():
         scheduler.on_snapshot(I0, frozen, now + k)
         scheduler.on_tick(now + k)
     assert scheduler.take_notices() == (FeedbackLost(I0),)
+
+
+def test_metrics_that_never_come_are_said_once_and_their_first_coming_is_no_news_without_it():
+    scheduler = fleet_of(2, enable_metrics_feedback=True, metrics_staleness_ttl_s=10.0)
+    for at in range(0, 40, 3):
+        scheduler.on_snapshot(I1, snapshot(at, num_running=1.0), at)
+        scheduler.on_tick(at)
+    assert scheduler.take_notices() == (FeedbackLost(I0),)
+    scheduler.on_snapshot(I0, snapshot(40.0, num_running=1.0), 40.0)
+    assert scheduler.take_notices() == (FeedbackRestored(I0),)
+
+
+def test_nobody_misses_feedback_that_is_off():
+    scheduler = fleet_of(1)
+    scheduler.on_tick(1000.0)
+    assert scheduler.take_notices() == ()
 
 
 def test_after_an_outage_the_first_fresh_value_decides():

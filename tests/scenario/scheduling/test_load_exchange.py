@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +20,13 @@ from libra.ids import InstanceId
 from libra.scheduling.load import OwnLoad
 from libra.scheduling.shared_view import FORMAT, RankLoad
 from libra_supervisor.shared_load.directory import SharedDirectory
-from libra_supervisor.shared_load.exchange import DISK_TIMEOUT_S, LoadExchange
+from libra_supervisor.shared_load.exchange import (
+    DISK_TIMEOUT_S,
+    MAX_DISK_SHARE,
+    MAX_LOOP_SHARE,
+    MIN_INTERVAL_S,
+    LoadExchange,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -306,3 +313,25 @@ async def test_a_disk_that_fails_is_said_once_and_so_is_its_return(capsys):
     assert said.count("shared_load_dir fails") == 1
     assert said.count("answers again") == 1
     assert exchange.status().is_disk_answering
+
+
+class SlowFiles:
+    def write(self, content):
+        time.sleep(0.1)
+
+    def read(self):
+        time.sleep(0.1)
+        return {}
+
+    def remove(self):
+        pass
+
+
+async def test_dear_exchanges_come_less_often():
+    scheduler = fleet_of(1, now=clock.now())
+    exchange = LoadExchange(scheduler, SlowFiles(), scheduling(), rank="0", writer="w")
+    assert exchange._interval_s() == MIN_INTERVAL_S
+    await exchange.exchange_once()
+    assert exchange._interval_s() >= 0.2 / MAX_DISK_SHARE
+    exchange._loop_s = 0.1  # of a large fleet
+    assert exchange._interval_s() >= 0.1 / MAX_LOOP_SHARE
