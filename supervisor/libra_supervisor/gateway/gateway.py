@@ -136,8 +136,8 @@ class Gateway:
 
     def _route_request(self, request: web.Request, route: Route, body: bytes) -> RouteRequest:
         question = read_question(body, route, chat_default_tokens=self._options.chat_default_tokens)
-        prompt_id = request.headers.get(PROMPT_ID_HEADER)
-        request_id = request.headers.get(REQUEST_ID_HEADER) or f"gateway-{next(self._serials)}"
+        prompt_id = _name_in(request, PROMPT_ID_HEADER)
+        request_id = _name_in(request, REQUEST_ID_HEADER) or f"gateway-{next(self._serials)}"
         return RouteRequest(
             request_id=RequestId(request_id),
             max_new_tokens=question.max_new_tokens,
@@ -249,12 +249,21 @@ class Gateway:
 async def _read_body(request: web.Request) -> bytes:
     """Read up to MAX_BODY_BYTES, whatever limit the application has for its own bodies."""
     pieces, num_bytes = [], 0
-    while piece := await request.content.readany():
-        num_bytes += len(piece)
-        if num_bytes > MAX_BODY_BYTES:
-            raise RejectedError(f"the body exceeds {MAX_BODY_BYTES} bytes")
-        pieces.append(piece)
+    try:
+        while piece := await request.content.readany():
+            num_bytes += len(piece)
+            if num_bytes > MAX_BODY_BYTES:
+                raise RejectedError(f"the body exceeds {MAX_BODY_BYTES} bytes")
+            pieces.append(piece)
+    except web.RequestPayloadError as exc:
+        raise RejectedError("the body is not what its headers say") from exc
     return b"".join(pieces)
+
+
+def _name_in(request: web.Request, header: str) -> str | None:
+    """A client's name for something, in ASCII: it goes into logs, messages and other headers."""
+    given = request.headers.get(header)
+    return given if given is None else given.encode("ascii", "backslashreplace").decode()
 
 
 def _min_version(request: web.Request) -> PolicyVersion | None:
