@@ -1,6 +1,8 @@
 """The gateway and the scheduler over real vLLM servers on CPU."""
 
 import sys
+from contextlib import contextmanager
+from random import Random
 
 import aiohttp
 import anyio
@@ -9,12 +11,15 @@ import pytest
 
 from gateways import running_gateway
 from libra import clock
+from libra_supervisor.instances import request_watch
 from libra_supervisor.instances.metrics import server_metrics
 from tail import NARROW, NUM_SAMPLES, STRATEGIES, WIDE, burst, output_lengths
 
 pytestmark = [pytest.mark.anyio, pytest.mark.system, pytest.mark.timeout(500)]
 ASK = {"model": "policy", "prompt": [5, 6, 7], "max_tokens": 8, "seed": 3, "logprobs": 0,
        "return_token_ids": True}  # fmt: skip
+
+MESSAGE = {"role": "user", "content": "hello"}
 
 
 async def metrics_of(server):
@@ -74,6 +79,36 @@ async def test_an_engine_stops_generating_when_the_client_leaves(servers):
             while (await metrics_of(servers[0])).num_running:
                 await clock.sleep(0.05)
         assert gateway.scheduler.num_in_flight() == 0
+
+
+@pytest.mark.case("T-B77")
+async def test_an_engine_tells_by_name_which_requests_of_clients_it_works_on(servers, monkeypatch):
+    monkeypatch.setattr(request_watch, "PERIOD_S", 0.1)
+    watch, told = request_watch.RequestWatch(rng=Random(1)), []
+
+    @contextmanager
+    def patience_with(_instance_id, request_id):
+        with watch.hearing(request_id, lambda num_tokens: told.append((request_id, num_tokens))):
+            yield
+
+    whole = {"model": "policy", "max_tokens": 1900, "ignore_eos": True}
+    async with (
+        servers[0].client() as client,
+        running_gateway(servers[0], patience_with=patience_with) as gateway,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(watch.run, client)
+        for name, path, body in (
+            ("mine", "/v1/completions", whole | {"prompt": [5, 6, 7]}),
+            ("", "/v1/completions", whole | {"prompt": [[5, 6], [7, 8]], "n": 2}),
+            ("chat", "/v1/chat/completions", whole | {"messages": [MESSAGE], "max_tokens": 1500}),
+        ):
+            told.clear()
+            status, _, _ = await gateway.post(body, path=path, X_Request_Id=name)
+            assert status == 200
+            assert {heard for heard, _ in told} == {name or "gateway-1"}
+            assert max(num_tokens for _, num_tokens in told) > 0
+        tasks.cancel_scope.cancel()
 
 
 async def test_vllm_bench_serve_runs_against_the_gateway(servers, tokenizer):
