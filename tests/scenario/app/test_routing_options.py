@@ -63,7 +63,8 @@ def test_a_request_waits_no_longer_than_the_configured_deadline(running):
         running, "POST", "/v1/completions", body, X_Libra_Min_Version="1000000"
     )
     assert (status, headers["Retry-After"]) == (503, "1")
-    assert "(stale_version)" in json.loads(answer)["error"]["message"]
+    # Why it is waited for depends on whether engines load weights at that moment.
+    assert "found no instance within" in json.loads(answer)["error"]["message"]
 
 
 def test_decisions_are_explained_by_the_configured_metric_and_strategy(running):
