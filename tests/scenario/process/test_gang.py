@@ -79,6 +79,9 @@ async def test_ranks_that_ignore_sigterm_do_not_outlive_their_gang(tmp_path):
         async with gang_in(place, tmp_path, misbehaves=misbehaves) as gang:
             await ready(place)
             first = [hello.pid for hello in gang.members.values()]
+            environ = Path(f"/proc/{gang.status().pid}/environ").read_bytes()
+            told = b"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1"
+            assert told in environ.split(b"\0"), "less than the gang's own grace of 2 s"
             await gang.broadcast(STEP)
             await ready(place, 2)
             assert alive(first) == []
