@@ -236,6 +236,20 @@ async def test_a_restart_asked_for_while_a_start_waits_is_that_start(tmp_path):
             it.stop()
 
 
+@pytest.mark.case("R-B64")
+async def test_a_stop_ends_a_start_that_waits(tmp_path):
+    class Closed(Hooks):
+        async def hindrance(self):
+            return "GPU 3 still holds 115 GiB"
+
+    async with site(tmp_path) as place:
+        async with supervised(place, Closed(place, ("sleep", "60"))) as it:
+            await until(lambda: of(place, ChildWaiting))
+            it.stop()
+        assert kinds(place) == ["Waiting"]
+        assert it.status().state is ChildState.DOWN
+
+
 async def test_a_restart_on_purpose_drains_and_costs_nothing(tmp_path):
     async with site(tmp_path) as place:
         hooks = Hooks(place, ("sleep", "60"))
