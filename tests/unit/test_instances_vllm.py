@@ -65,6 +65,8 @@ def test_a_cpu_server_is_started_by_the_launcher_with_what_the_run_says():
     assert value_of(spec, "--generation-config") == "vllm"
     assert value_of(spec, "--distributed-executor-backend") == "uni"
     assert "--enforce-eager" in spec.argv
+    assert "--no-enable-chunked-prefill" in spec.argv
+    assert value_of(spec, "--max-num-batched-tokens") == "4096"
     assert "--gpu-memory-utilization" not in spec.argv
     assert (spec.child_id, spec.cwd, spec.log_path) == ("vllm-0", "/run", "/run/logs/vllm-0.log")
 
@@ -148,3 +150,7 @@ def test_servers_have_different_seeds_and_the_same_server_always_the_same():
 def test_the_url_brackets_an_ipv6_host():
     assert CPU.base_url == "http://127.0.0.1:8100"
     assert msgspec.structs.replace(CPU, host="::1").base_url == "http://[::1]:8100"
+
+
+def test_a_step_of_a_cpu_engine_takes_any_whole_prompt():
+    assert value_of(spec_of(max_model_len=9000), "--max-num-batched-tokens") == "9000"
