@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _MAX_MESSAGE_BYTES: Final = 1 << 20
 _MAX_FDS: Final = 253
+_BACKLOG: Final = 64
 _PAUSED_POLL_S: Final = 0.1
 _FINISH_S: Final = 5.0
 
@@ -277,6 +278,8 @@ def main() -> int:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     listener = socket.socket(fileno=int(sys.argv[1]))
+    # Whoever listened last is whom the kernel names to those that connect.
+    listener.listen(_BACKLOG)
     path = Path(sys.argv[2])
     ours = _inode_of(path)
     Relay(listener).run()
