@@ -1,6 +1,7 @@
 import errno
 import os
 import threading
+from contextlib import aclosing
 from pathlib import Path
 
 import anyio
@@ -126,6 +127,36 @@ async def test_following_sees_new_lines_rotations_and_new_children(tmp_path, any
         await wait_for("hello")
         tasks.cancel_scope.cancel()
     assert "old" not in seen
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("rotates", [False, True])
+async def test_following_goes_on_where_the_past_ended(tmp_path, anyio_backend, rotates):
+    """What is written while the past is shown is not lost, and a line of both is one line."""
+    write(tmp_path, [(1, Stream.OUT, b"old\n"), (2, Stream.OUT, b"first half, ")])
+    seen = []
+    async with aclosing(follow_lines(LogQuery(directory=tmp_path), with_past=True)) as lines:
+        with anyio.fail_after(5):
+            seen.append((await anext(lines)).text)
+            more = [(3, Stream.OUT, b"second half\n"), (4, Stream.OUT, b"new\n")]
+            write(tmp_path, more, max_bytes=1 if rotates else 1 << 20, num_kept=9)
+            seen += [(await anext(lines)).text for _ in range(2)]
+    assert seen == ["old", "first half, second half", "new"]
+
+
+def test_a_log_whose_current_file_is_missing_shows_the_rotated_ones(tmp_path):
+    write(tmp_path, [(1, Stream.OUT, b"a\n"), (2, Stream.OUT, b"b\n")], max_bytes=1)
+    (tmp_path / "vllm-0.log").unlink()
+    assert [text for *_, text in shown(tmp_path, child_ids=(CHILD,))] == ["a"]
+
+
+def test_no_more_buffers_are_kept_than_a_flood_of_one_child_needs():
+    buffers = Buffers()
+    taken = [buffers.take() for _ in range(40)]
+    for buffer in taken:
+        buffers.give_back(Chunk(buffer, READ_BYTES))
+    known = {id(buffer) for buffer in taken}
+    assert sum(id(buffers.take()) in known for _ in range(40)) == 8
 
 
 class BrokenFile:

@@ -23,9 +23,13 @@ STUCK_AFTER_S: Final = 1.0
 TAIL_BYTES: Final = 96 * 1024
 """More than the longest shown line, so that one that is cut is seen to be."""
 
-READ_BYTES: Final = 256 * 1024
-COPIED_BYTES: Final = 128 * 1024
+READ_BYTES: Final = 1 << 20
+"""A whole pipe: on a busy machine every hand-over between the threads waits for a core."""
+
+COPIED_BYTES: Final = 256 * 1024
 """A read up to this size is copied out of its buffer; a larger one travels inside it."""
+
+_MAX_FREE_BUFFERS: Final = 8
 
 _RETRY_AFTER_S: Final = 0.2
 _REPORT_EVERY_S: Final = 10.0
@@ -58,7 +62,7 @@ class Buffers:
 
     def give_back(self, chunk: Chunk) -> None:
         """For the writer's thread: its last use of the chunk is over."""
-        if chunk.is_borrowed:
+        if chunk.is_borrowed and len(self._free) < _MAX_FREE_BUFFERS:
             self._free.append(chunk.buffer)
 
 
