@@ -62,7 +62,7 @@ def _run(
         sizes=sizes,
         at=at,
     )
-    link.send(hello(identity, world_size=world_size))
+    link.send_output(hello(identity, world_size=world_size))
     if config.control.device == "cpu":
         # Hidden before torch looks: Megatron would use a GPU that it can see.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # noqa: TID251

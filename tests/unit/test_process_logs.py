@@ -159,13 +159,38 @@ def test_no_more_buffers_are_kept_than_a_flood_of_one_child_needs():
     assert sum(id(buffers.take()) in known for _ in range(40)) == 8
 
 
+def test_the_ranks_of_a_log_are_told_apart_and_their_lines_kept_whole(tmp_path):
+    file = LogFile(str(tmp_path / "trainer.log"), max_bytes=1 << 20, num_kept=3)
+    cuts = [(None, b"a"), (0, b"zero "), (1, b"[rank 9] one\n"), (0, b"goes on\n"), (None, b"ll\n")]
+    for at_ns, (rank, chunk) in enumerate(cuts):
+        file.write(Stream.OUT, chunk, wall_ns=at_ns, rank=rank)
+    file.close()
+    lines = list(read_lines(LogQuery(directory=tmp_path)))
+    assert [(line.rank, line.text) for line in lines] == [
+        (1, "[rank 9] one"),
+        (0, "zero goes on"),
+        (None, "all"),
+    ]
+    only = list(read_lines(LogQuery(directory=tmp_path, rank=0)))
+    assert [line.text for line in only] == ["zero goes on"]
+
+
+def test_last_lines_say_whose_they_are():
+    sink = LogSink(CHILD, BrokenFile(), lambda _report: None)
+    for rank, chunk in [(None, b"a\n"), (0, b"zero "), (1, b"[rank 1] one\n"), (0, b"goes on\n")]:
+        sink.remember(Stream.ERR, chunk, rank)
+    sink.remember(Stream.ERR, b"no end", 1)
+    lines = [b"a", b"[rank 1] one", b"[rank 0] zero goes on", b"[rank 1] no end"]
+    assert sink.last_lines(9) == lines
+
+
 class BrokenFile:
     """A disk that refuses while `error` is set, and keeps what it takes."""
 
     def __init__(self):
         self.error, self.written, self.room = None, b"", None
 
-    def write(self, stream, chunk, *, wall_ns):
+    def write(self, stream, chunk, *, wall_ns, rank=None):
         if self.error is not None:
             raise OSError(self.error, os.strerror(self.error))
         taken = chunk if self.room is None else chunk[: self.room]
@@ -207,7 +232,7 @@ class HangingFile(BrokenFile):
         super().__init__()
         self.goes_on = threading.Event()
 
-    def write(self, stream, chunk, *, wall_ns):
+    def write(self, stream, chunk, *, wall_ns, rank=None):
         self.goes_on.wait(10)
         return super().write(stream, chunk, wall_ns=wall_ns)
 

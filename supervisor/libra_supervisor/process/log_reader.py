@@ -3,11 +3,13 @@
     for line in read_lines(LogQuery(directory=..., child_ids=("vllm-0",), since_ns=...)):
         print(line.child_id, line.text)
 
-Tags are added here, not when the bytes were written: the stream and the time of a line come from
-the log's index, the rank from the prefix `[rank N]` or torchrun's `[defaultN]:`.
+Tags are added here, not when the bytes were written: stream, rank and time of a line come from the
+log's index. What ranks say before they have pipes of their own tells its rank by the prefix
+`[rank N]` or torchrun's `[defaultN]:`.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator
 from heapq import merge
 from pathlib import Path
@@ -94,31 +96,33 @@ class _Chunk(msgspec.Struct, frozen=True):
     offset: int
     length: int
     stream: Stream
+    rank: int | None
     at_ns: int
 
 
 class _Lines:
-    """Turns chunks of one child into lines, stream by stream."""
+    """Turns chunks of one child into lines, each stream of each rank for itself."""
 
     def __init__(self, child_id: ChildId) -> None:
         self._child_id = child_id
-        self._splitters = {stream: LineSplitter() for stream in Stream}
+        self._splitters: defaultdict[tuple[Stream, int | None], LineSplitter]
+        self._splitters = defaultdict(LineSplitter)
         self._last_at_ns = 0
 
-    def feed(self, stream: Stream, at_ns: int, chunk: bytes) -> Iterator[LogLine]:
-        self._last_at_ns = at_ns
-        for line in self._splitters[stream].feed(chunk):
-            yield self._tagged(stream, at_ns, line)
+    def feed(self, chunk: _Chunk, data: bytes) -> Iterator[LogLine]:
+        self._last_at_ns = chunk.at_ns
+        for line in self._splitters[chunk.stream, chunk.rank].feed(data):
+            yield self._tagged(chunk.stream, chunk.rank, chunk.at_ns, line)
 
     def flush(self) -> Iterator[LogLine]:
-        for stream, splitter in self._splitters.items():
+        for (stream, rank), splitter in self._splitters.items():
             for line in splitter.flush():
-                yield self._tagged(stream, self._last_at_ns, line)
+                yield self._tagged(stream, rank, self._last_at_ns, line)
 
-    def _tagged(self, stream: Stream, at_ns: int, line: bytes) -> LogLine:
+    def _tagged(self, stream: Stream, rank: int | None, at_ns: int, line: bytes) -> LogLine:
         text = shown(line)
-        found = _RANK.match(text)
-        rank = int(found[1]) if found is not None else None
+        if rank is None and (found := _RANK.match(text)) is not None:
+            rank = int(found[1])
         return LogLine(at_ns=at_ns, child_id=self._child_id, stream=stream, rank=rank, text=text)
 
 
@@ -136,7 +140,7 @@ class _Tail:
         for path in reversed(_existing(self._path)):
             is_current = _inode_and_size(path)[0] == self._inode
             for chunk, data in _chunks(path, 0, self._offset if is_current else None):
-                yield from self._lines.feed(chunk.stream, chunk.at_ns, data)
+                yield from self._lines.feed(chunk, data)
             if is_current:
                 return  # what a rotation made meanwhile is fresh
 
@@ -169,7 +173,7 @@ class _Tail:
     def _read(self, path: str) -> Iterator[LogLine]:
         for chunk, data in _chunks(path, self._offset):
             self._offset = chunk.offset + len(data)
-            yield from self._lines.feed(chunk.stream, chunk.at_ns, data)
+            yield from self._lines.feed(chunk, data)
 
 
 def _wanted(query: LogQuery) -> tuple[ChildId, ...]:
@@ -207,7 +211,7 @@ def _chunks(path: str, start: int, end: int | None = None) -> Iterator[tuple[_Ch
                 file.seek(offset)
                 wanted = min(_CHUNK_BYTES, chunk.offset + chunk.length - offset)
                 data = file.read(wanted)
-                yield _Chunk(offset, len(data), chunk.stream, chunk.at_ns), data
+                yield msgspec.structs.replace(chunk, offset=offset, length=len(data)), data
 
 
 def _index(path: str) -> Iterator[_Chunk]:
@@ -216,8 +220,8 @@ def _index(path: str) -> Iterator[_Chunk]:
     except FileNotFoundError:
         return
     whole = len(content) - len(content) % RECORD.size
-    for offset, length, stream, _, at_ns in RECORD.iter_unpack(content[:whole]):
-        yield _Chunk(offset, length, Stream(stream), at_ns)
+    for offset, length, stream, rank, at_ns in RECORD.iter_unpack(content[:whole]):
+        yield _Chunk(offset, length, Stream(stream), rank - 1 if rank else None, at_ns)
 
 
 def _filled(index: Iterator[_Chunk], start: int, end: int) -> Iterator[_Chunk]:
@@ -228,15 +232,15 @@ def _filled(index: Iterator[_Chunk], start: int, end: int) -> Iterator[_Chunk]:
             at_ns = chunk.at_ns
             continue
         if chunk.offset > start:
-            yield _Chunk(start, min(chunk.offset, end) - start, Stream.OUT, at_ns)
+            yield _Chunk(start, min(chunk.offset, end) - start, Stream.OUT, None, at_ns)
             start = chunk.offset
         at_ns = chunk.at_ns
         stop = min(chunk.offset + chunk.length, end)
         if stop > start:
-            yield _Chunk(start, stop - start, chunk.stream, at_ns)
+            yield msgspec.structs.replace(chunk, offset=start, length=stop - start)
             start = stop
     if start < end:
-        yield _Chunk(start, end - start, Stream.OUT, at_ns)
+        yield _Chunk(start, end - start, Stream.OUT, None, at_ns)
 
 
 def _inode_and_size(path: str) -> tuple[int, int]:

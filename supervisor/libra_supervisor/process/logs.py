@@ -83,7 +83,7 @@ class LogRelay:
         self._connection: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._relay: ProcessIdentity | None = None
-        self._held: dict[ChildId, tuple[Attach, int, int]] = {}
+        self._held: dict[tuple[ChildId, int | None], tuple[Attach, int, int]] = {}
         self._waiting: dict[int, tuple[anyio.Event, list[Tail]]] = {}
         self._num_requests = 0
         self._received_fds: list[int] = []
@@ -91,7 +91,7 @@ class LogRelay:
     @property
     def children(self) -> frozenset[ChildId]:
         """Children whose pipes are open in the relay: after a start, those of an earlier life."""
-        return frozenset(self._held)
+        return frozenset(child_id for child_id, _ in self._held)
 
     async def start(self) -> None:
         """Find the relay of an earlier supervisor or start one. Raises SiteError."""
@@ -129,14 +129,26 @@ class LogRelay:
         """Have the pipes drained into `log_path`. The descriptors now belong to this object."""
         self.release(child_id)
         attach = Attach(child_id, log_path, self._policy.max_bytes, self._policy.num_kept)
-        self._held[child_id] = (attach, out_fd, err_fd)
+        self._hold(attach, out_fd, err_fd)
+
+    def attach_rank(self, child_id: ChildId, rank: int, out_fd: int, err_fd: int) -> None:
+        """Have one rank's own pipes drained into its child's log, marked as the rank's.
+
+        The descriptors now belong to this object.
+        """
+        whole, _, _ = self._held[child_id, None]
+        self._hold(msgspec.structs.replace(whole, rank=rank), out_fd, err_fd)
+
+    def _hold(self, attach: Attach, out_fd: int, err_fd: int) -> None:
+        self._held[attach.child_id, attach.rank] = (attach, out_fd, err_fd)
         self._send(attach, (out_fd, err_fd))
 
     def release(self, child_id: ChildId) -> None:
         """Close our copies of a dead child's pipes. The relay reads its own to the end."""
-        if (held := self._held.pop(child_id, None)) is not None:
-            os.close(held[1])
-            os.close(held[2])
+        for key in [key for key in self._held if key[0] == child_id]:
+            _, out_fd, err_fd = self._held.pop(key)
+            os.close(out_fd)
+            os.close(err_fd)
 
     def keep_only(self, children: frozenset[ChildId]) -> None:
         """Release every other child: after a start, those that are not taken over."""
@@ -181,7 +193,7 @@ class LogRelay:
 
     async def close(self) -> None:
         """Let the relay finish and end; it stays while children that we leave behind live."""
-        for child_id in list(self._held):
+        for child_id in self.children:
             self.release(child_id)
         if self._connection is not None:
             self._connection.close()
@@ -248,7 +260,7 @@ class LogRelay:
     def _keep(self, held: Held) -> None:
         fds, self._received_fds = self._received_fds, []
         for attach, out_fd, err_fd in zip(held.children, fds[::2], fds[1::2], strict=True):
-            self._held[attach.child_id] = (attach, out_fd, err_fd)
+            self._held[attach.child_id, None] = (attach, out_fd, err_fd)
 
     async def _receive_all(self) -> None:
         decoder = FrameDecoder(max_frame_bytes=_MAX_MESSAGE_BYTES)

@@ -218,10 +218,12 @@ class _GangHooks(ChildHooks):
     async def until_ready(self, child: RunningChild) -> None:
         roster = self.roster
 
-        def add_roots() -> None:
+        def take_in() -> None:
             # Ranks make their own sessions; with their identities the tree ends them for sure.
             for peer in roster.peers():
                 child.tree.add_root(peer)
+            for rank, (out_fd, err_fd) in roster.outputs().items():
+                child.attach_rank(rank, out_fd, err_fd)
 
         lost: list[str] = []
         async with anyio.create_task_group() as tasks:
@@ -231,7 +233,7 @@ class _GangHooks(ChildHooks):
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(note_loss)
-            step, num_parameters = await roster.until_ready(add_roots)
+            step, num_parameters = await roster.until_ready(take_in)
             tasks.cancel_scope.cancel()
         if lost:
             raise ChildError(lost[0])
