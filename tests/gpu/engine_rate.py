@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", default="0.5b")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--device-index", default="0")
+    parser.add_argument("--devices", nargs="+", default=["0"], help="more than one: TP over them")
     parser.add_argument("--users", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--answer", type=int, nargs=2, default=(256, 512))
@@ -99,7 +99,7 @@ class Server:
             instance_id="vllm-0",
             incarnation="vllm-0-first",
             device_kind=options.device,
-            devices=(options.device_index,),
+            devices=tuple(options.devices),
             host="127.0.0.1",
             port=free_port(),
         )
