@@ -184,9 +184,9 @@ class Supervision:
 
     async def _start(self) -> RunningChild | None:
         """Return a started process, or None when a command came first."""
-        self._consume_restart()
         if not await self._pass_gate():
             return None
+        self._consume_restart()
         self._enter(ChildState.STARTING)
         incarnation = Incarnation(f"{self._child_id}-{self._rng.getrandbits(48):012x}")
         spec = await self._hooks.spec(incarnation)
@@ -217,6 +217,7 @@ class Supervision:
                 await self._asked.wait()
             if self._is_stop_wanted:
                 return False
+            self._consume_restart()
         return True
 
     # Watching

@@ -55,6 +55,7 @@ from libra_supervisor.ranks.torchrun import (
 _TORCHRUN_NOTICES_S: Final = 5.0
 _DUMP_S: Final = 2.5
 _LONGEST_GRACE_S: Final = 5.0
+_TORCHRUN_LEAVES_S: Final = 1.0
 _FINAL_EXIT_CODES: Final = (2, 5, 6)
 _CHILD_FAILED: Final = 4
 
@@ -62,11 +63,14 @@ GangEvent: TypeAlias = ChildEvent | GangReady | RankSaid | GangLost | GangGaveUp
 Choose: TypeAlias = Callable[[int], Awaitable[Path | None]]
 """The complete checkpoint that an attempt starts from; None: from the base model."""
 
+Hindrance: TypeAlias = Callable[[], Awaitable[str | None]]
+"""Why a start has to wait, in words; None when it can go ahead."""
+
 
 class Gang:
     """The ranks of one run. `run` is its task; the other methods may be called any time."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what the gang asks of others
         self,
         site: GangSite,
         *,
@@ -75,10 +79,12 @@ class Gang:
         choose: Choose,
         post: Callable[[GangEvent], Awaitable[None]],
         rng: Random,
+        hindrance: Hindrance | None = None,
     ) -> None:
+        """`hindrance` says why an attempt has to wait: memory in use on its devices."""
         self._site = site
         self._post = post
-        self._hooks = _GangHooks(site, config.rank_heartbeat_timeout_s, choose, post)
+        self._hooks = _GangHooks(site, config, choose, post, hindrance)
         self._supervision = Supervision(
             TRAINER_ID,
             self._hooks,
@@ -172,14 +178,17 @@ class _GangHooks(ChildHooks):
     def __init__(
         self,
         site: GangSite,
-        heartbeat_timeout_s: float,
+        config: SupervisionConfig,
         choose: Choose,
         post: Callable[[GangEvent], Awaitable[None]],
+        hindrance: Hindrance | None,
     ) -> None:
+        self._hindrance = hindrance
         self.control_socket = ""
         self.exit_code = _CHILD_FAILED
         self._site = site
-        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._heartbeat_timeout_s = config.rank_heartbeat_timeout_s
+        self._shutdown_grace_s = gang_deadlines(config).stop.term_grace_s - _TORCHRUN_LEAVES_S
         self._choose = choose
         self._post = post
         self._oom_kills_before = 0
@@ -188,6 +197,9 @@ class _GangHooks(ChildHooks):
 
     async def welcome(self, hello: Hello, link: RankLink) -> None:
         await self.roster.welcome(hello, link)
+
+    async def hindrance(self) -> str | None:
+        return None if self._hindrance is None else await self._hindrance()
 
     async def spec(self, incarnation: Incarnation) -> ProcessSpec:
         self.roster = self._new_roster(self.roster.attempt + 1)
@@ -199,16 +211,19 @@ class _GangHooks(ChildHooks):
             incarnation=incarnation,
             control_socket=self.control_socket,
             restore=await self._choose(self.roster.attempt),
+            shutdown_grace_s=self._shutdown_grace_s,
         )
         return attempt_spec(self._site, attempt)
 
     async def until_ready(self, child: RunningChild) -> None:
         roster = self.roster
 
-        def add_roots() -> None:
+        def take_in() -> None:
             # Ranks make their own sessions; with their identities the tree ends them for sure.
             for peer in roster.peers():
                 child.tree.add_root(peer)
+            for rank, (out_fd, err_fd) in roster.outputs().items():
+                child.attach_rank(rank, out_fd, err_fd)
 
         lost: list[str] = []
         async with anyio.create_task_group() as tasks:
@@ -218,7 +233,7 @@ class _GangHooks(ChildHooks):
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(note_loss)
-            step, num_parameters = await roster.until_ready(add_roots)
+            step, num_parameters = await roster.until_ready(take_in)
             tasks.cancel_scope.cancel()
         if lost:
             raise ChildError(lost[0])

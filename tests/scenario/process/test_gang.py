@@ -8,7 +8,7 @@ import pytest
 
 from gangs import gang_in, of, ready, trained
 from libra.errors import PeerError
-from libra.ids import Rank
+from libra.ids import ChildId, Rank
 from libra.wire.framing import encode_frame
 from libra.wire.rank import Hello, MiniBatch, Sample, TrainStep
 from libra_supervisor.events import (
@@ -19,9 +19,11 @@ from libra_supervisor.events import (
     GangLost,
     GangReady,
 )
+from libra_supervisor.process.log_reader import LogQuery, read_lines
 from libra_supervisor.process.peer import connect
+from libra_supervisor.process.streams import Stream
 from libra_supervisor.ranks.torchrun import TRAINER_ID
-from processes import alive, processes_tagged, site, until
+from processes import CHILDREN, alive, processes_tagged, site, until
 
 pytestmark = pytest.mark.anyio
 
@@ -79,11 +81,39 @@ async def test_ranks_that_ignore_sigterm_do_not_outlive_their_gang(tmp_path):
         async with gang_in(place, tmp_path, misbehaves=misbehaves) as gang:
             await ready(place)
             first = [hello.pid for hello in gang.members.values()]
+            environ = Path(f"/proc/{gang.status().pid}/environ").read_bytes()
+            told = b"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1"
+            assert told in environ.split(b"\0"), "less than the gang's own grace of 2 s"
             await gang.broadcast(STEP)
             await ready(place, 2)
             assert alive(first) == []
             gang.stop()
         assert len(processes_tagged(place.run_id)) == 1, "only the log relay is left"
+
+
+async def test_all_that_a_rank_prints_is_known_as_its_own(tmp_path):
+    program = (str(CHILDREN / "printing_rank.py"),)
+    async with site(tmp_path) as place:
+        async with gang_in(place, tmp_path, program=program) as gang:
+            await ready(place)
+            await logged(tmp_path, "and the rest")
+            await gang.broadcast(STEP)
+            await ready(place, 2)
+            gang.stop()
+        exited = of(place, ChildExited)[0]
+    query = LogQuery(directory=tmp_path / "logs", child_ids=(ChildId("trainer"),))
+    lines = list(read_lines(query))
+    for rank in (0, 1):
+        own = [line for line in lines if line.rank == rank]
+        out = [line.text for line in own if line.stream is Stream.OUT]
+        assert out[:201] == [*(f"C says {k}" for k in range(200)), "Python says"]
+        err = [line.text for line in own if line.stream is Stream.ERR]
+        assert err[0] == "half a line, and the rest"
+        assert "Fatal Python error: Aborted" in err
+    dumps = [line for line in exited.last_lines if "(most recent call first)" in line]
+    assert dumps, exited.last_lines
+    assert all(line.startswith("[rank ") for line in dumps)
+    assert any("Root Cause" in line for line in exited.last_lines), "and what torchrun says"
 
 
 async def test_a_rank_that_hangs_is_found_by_its_silence_dumped_and_replaced(tmp_path):
