@@ -101,10 +101,13 @@ class TrainBackend(Scorer, Protocol):
         A norm that is NaN or infinite leaves weights and optimizer state untouched, on every rank.
         """
 
-    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and tensor, on the CPU, of the whole model on rank 0; nothing elsewhere.
+    def has_finite_weights(self) -> bool:
+        """Whether every value that this rank holds is finite."""
 
-        Every rank must run it to the end.
+    def hf_tensors(self, *, to_cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor of the whole model on rank 0; nothing elsewhere.
+
+        On the CPU, or without `to_cpu` where the model is. Every rank must run it to the end.
         """
 
     def stage(self, directory: Path) -> StagedState:

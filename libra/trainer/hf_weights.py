@@ -148,9 +148,9 @@ class _OpenFiles:
 
 
 def gather_hf_tensors(
-    model: torch.nn.Module, architecture: Architecture, world: World
+    model: torch.nn.Module, architecture: Architecture, world: World, *, to_cpu: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor on the CPU) of the whole model on rank 0; nothing on other ranks.
+    """Yield (name, tensor) of the whole model on rank 0; nothing on other ranks.
 
     Every rank must run it to the end. One parameter is in flight at a time, so rank 0 needs room
     for the largest one only. Order and names are those of `model_rules`.
@@ -168,7 +168,8 @@ def gather_hf_tensors(
         if owner:
             tensors = _moved_to_rank_0(tensors, rule, world, source_rank=owner, dtype=dtype)
         if world.at.rank == 0:
-            yield from zip((s.name for s in rule.sources), (t.cpu() for t in tensors), strict=True)
+            given = (t.cpu() for t in tensors) if to_cpu else tensors
+            yield from zip((s.name for s in rule.sources), given, strict=True)
 
 
 def _stage_of(rule: Rule, layers_per_stage: int, num_stages: int) -> int:

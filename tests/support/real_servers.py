@@ -16,6 +16,7 @@ from libra.config.model import ModelConfig
 from libra.config.rollout import RolloutConfig
 from libra.config.run import RunConfig
 from libra.config.training import TrainingConfig
+from libra.config.weights import WeightsConfig
 from libra.errors import LibraError
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.vllm import InstancePlacement, ServingPaths, server_spec
@@ -74,10 +75,13 @@ class RealServer:
         name: str,
         *,
         core: int,
+        tp: int = 1,
         served: Path | None = None,
         extra_args: tuple[str, ...] = (),
     ):
+        """Workers on cores from `core` on; it takes weights from a disk and by transfer."""
         config = RunConfig(
+            weights=WeightsConfig(rollout_weight_sync_mode="nccl"),
             model=ModelConfig(model_path=str(files.base)),
             rollout=RolloutConfig(
                 max_model_len=2048,
@@ -90,7 +94,7 @@ class RealServer:
             instance_id=name,
             incarnation=f"{name}-first",
             device_kind="cpu",
-            devices=(str(core),),
+            devices=tuple(str(core + worker) for worker in range(tp)),
             host="127.0.0.1",
             port=free_port(),
         )
