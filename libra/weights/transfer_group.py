@@ -21,7 +21,8 @@ class TransferGroup(msgspec.Struct, frozen=True):
 
     @property
     def world_size(self) -> int:
-        return 1 + sum(self.num_workers_of.values())
+        """Ranks in all: 1 and the workers', and those that given offsets leave to others."""
+        return max((self.ranks_of(it).stop for it in self.num_workers_of), default=1)
 
     def ranks_of(self, instance_id: InstanceId) -> range:
         first = self.rank_offset_of[instance_id]
@@ -35,20 +36,20 @@ def transfer_group(
 ) -> TransferGroup:
     """Give every instance its ranks, in the order of `num_workers_of` unless offsets are given.
 
-    Raises InvariantError unless the trainer and all workers together have each rank once.
+    Raises InvariantError when a rank would be taken twice, the trainer's included.
     """
+    if any(count < 1 for count in num_workers_of.values()):
+        raise InvariantError("an instance without workers cannot receive weights")
     if rank_offset_of is None:
         firsts = accumulate(num_workers_of.values(), initial=1)
         rank_offset_of = dict(zip(num_workers_of, firsts, strict=False))
     if rank_offset_of.keys() != num_workers_of.keys():
         raise InvariantError("every instance needs a rank offset, and nobody else")
-    if any(count < 1 for count in num_workers_of.values()):
-        raise InvariantError("an instance without workers cannot receive weights")
     group = TransferGroup(dict(num_workers_of), dict(rank_offset_of))
-    taken = [0, *(rank for it in num_workers_of for rank in group.ranks_of(it))]
-    if sorted(taken) != list(range(group.world_size)):
-        raise InvariantError(
-            f"ranks {sorted(taken)} are not each of 0 to {group.world_size - 1} once: offsets "
-            f"{dict(rank_offset_of)} for {dict(num_workers_of)} workers"
-        )
+    taken = {0: "the trainer"}
+    for instance_id in num_workers_of:
+        for rank in group.ranks_of(instance_id):
+            if rank in taken:
+                raise InvariantError(f"rank {rank} is {taken[rank]}'s and {instance_id}'s")
+            taken[rank] = instance_id
     return group

@@ -259,7 +259,9 @@ class Publication:
         """Its process is about to be replaced on purpose: nobody waits for its ACK."""
         if self._open is None:
             return ()
-        return self._apply(self._open.batch.on_left(instance_id, now=at.now), at=at)
+        is_receiving = instance_id in self._open.batch.in_flight
+        broken = self._break_off(instance_id, "it is leaving") if is_receiving else ()
+        return (*broken, *self._apply(self._open.batch.on_left(instance_id, now=at.now), at=at))
 
     def on_judged(self, verdict: AcksJudged, *, at: Moment) -> tuple[Command, ...]:
         if self._open is None or self._judges_itself(self._open):
@@ -347,6 +349,7 @@ class Publication:
                 case batches.RefuseAck(ack, reason):
                     done.append(self._refuse(ack, reason))
                 case batches.Quarantine(instance_id, reason):
+                    done += self._break_off(instance_id, reason)
                     done += self._quarantine(instance_id, reason, at=at)
                 case batches.JudgeBatch(request, acks):
                     done += self._judge(request, acks, at=at)
@@ -354,20 +357,15 @@ class Publication:
                     done += self._commit(version, incarnation_of, at=at)
                 case batches.FailBatch(_, reason):
                     done += self._fail(reason, at=at)
-        return (*done, *self._broken_off())
+        return tuple(done)
 
-    def _broken_off(self) -> tuple[Command, ...]:
+    def _break_off(self, instance_id: InstanceId, reason: str) -> tuple[Command, ...]:
         """A transfer that one member lost cannot end well for those that are still in it."""
-        open_batch = self._open
-        if open_batch is None or open_batch.batch.request.transfer is None:
-            return ()
-        if not open_batch.quarantined or not open_batch.batch.in_flight:
-            return ()
         group_id = self._desk.group_to_abort()
         if group_id is None:
             return ()
-        lost = "; ".join(f"{who}: {why}" for who, why in open_batch.quarantined.items())
-        return (TellRankZero(self._attempt, AbortTransfer(group_id, lost)),)
+        abort = AbortTransfer(group_id, f"{instance_id}: {reason}")
+        return (TellRankZero(self._attempt, abort),)
 
     def _judges_itself(self, open_batch: OpenBatch) -> bool:
         """Late engines' ACKs are judged here, unless only rank 0 knows what was sent."""

@@ -63,8 +63,8 @@ class TransferDesk:
         )
 
     def group_to_abort(self) -> str | None:
-        """The group of the transfer under way, once; None when it has been given up already."""
-        if self._is_aborted or not self._processes:
+        """The group of the transfer under way, once; None when rank 0 is through with it."""
+        if self._is_aborted or self._sending is None:
             return None
         self._is_aborted = True
         group_id = self._group_id
