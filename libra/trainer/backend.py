@@ -18,7 +18,7 @@ Loss: TypeAlias = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, LossS
 """float32[2, n] logprobs and entropies of a micro-batch -> its share of the loss, and sums."""
 
 Beat: TypeAlias = Callable[[], None]
-"""Called at every micro-batch: the rank is alive."""
+"""Called at every micro-batch or parameter: the rank is alive."""
 
 
 class HfTensor(NamedTuple):
@@ -104,10 +104,11 @@ class TrainBackend(Scorer, Protocol):
     def has_finite_weights(self) -> bool:
         """Whether every value that this rank holds is finite."""
 
-    def hf_tensors(self, *, to_cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    def hf_tensors(self, *, beat: Beat, to_cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and tensor of the whole model on rank 0; nothing elsewhere.
 
-        On the CPU, or without `to_cpu` where the model is. Every rank must run it to the end.
+        On the CPU, or without `to_cpu` where the model is. Every rank must run it to the end, and
+        calls `beat` before every parameter.
         """
 
     def stage(self, directory: Path) -> StagedState:

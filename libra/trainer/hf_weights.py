@@ -12,6 +12,7 @@ from safetensors import safe_open
 from libra.errors import DataError, InvariantError
 from libra.storage.safetensors import model_tensors
 from libra.trainer.architecture import Architecture
+from libra.trainer.backend import Beat
 from libra.trainer.model import bare
 from libra.trainer.tensor_map import (
     Rule,
@@ -148,7 +149,7 @@ class _OpenFiles:
 
 
 def gather_hf_tensors(
-    model: torch.nn.Module, architecture: Architecture, world: World, *, to_cpu: bool
+    model: torch.nn.Module, architecture: Architecture, world: World, *, beat: Beat, to_cpu: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of the whole model on rank 0; nothing on other ranks.
 
@@ -159,6 +160,7 @@ def gather_hf_tensors(
     here = {rule.parameter: p for rule, p in local_parameters(model, architecture, world)}
     dtype = next(model.parameters()).dtype
     for rule in model_rules(architecture):
+        beat()
         stage = _stage_of(rule, layers_per_stage, world.sizes.pipeline)
         owner = _first_owner(rule, stage, architecture, world)
         tensors: list[torch.Tensor] = []

@@ -106,8 +106,10 @@ class MegatronBackend:
     def has_finite_weights(self) -> bool:
         return are_finite(parameter.detach() for parameter in self.model.parameters())
 
-    def hf_tensors(self, *, to_cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        return gather_hf_tensors(self.model, self.architecture, self._world, to_cpu=to_cpu)
+    def hf_tensors(self, *, beat: Beat, to_cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        return gather_hf_tensors(
+            self.model, self.architecture, self._world, beat=beat, to_cpu=to_cpu
+        )
 
     def stage(self, directory: Path) -> StagedState:
         return megatron_checkpoint.stage(self.model, self.optimizer, directory)

@@ -140,13 +140,16 @@ class Transfers:
             signals.say(f"go/{command.nonce}", "no")
             raise
         signals.say(f"go/{command.nonce}", "yes")
-        tensors = self._trainer.backend.hf_tensors(to_cpu=False)
+        tensors = self._gathered()
         try:
             self._stream(group, command, plan, tensors)
         finally:
             # The other ranks gather to the end, whatever became of the group.
-            for _ in tensors:
-                self._trainer.learner.beat("gather")
+            deque(tensors, maxlen=0)
+
+    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        beat = partial(self._trainer.learner.beat, "transfer")
+        return self._trainer.backend.hf_tensors(beat=beat, to_cpu=False)
 
     def _stream(
         self,
@@ -217,7 +220,7 @@ class Transfers:
             self._trainer.learner.beat("transfer")
             time.sleep(POLL_S)
         if word == "yes":
-            for _ in self._trainer.backend.hf_tensors(to_cpu=False):
+            for _ in self._gathered():
                 raise InvariantError("only rank 0 may be given whole tensors")
 
 

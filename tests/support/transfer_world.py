@@ -120,14 +120,14 @@ class TransferWorld(RandomWorld):
             return
         if not request.force:
             assert process.version is None or process.version < request.policy_version
-        self.pending.append(_Receive(instance_id, incarnation, request))
+        self.pending.append(Receive(instance_id, incarnation, request))
         if self._is_of_sending(request):
             self.sending.arrived.add(instance_id)
 
     def _is_of_sending(self, request: ReloadRequest) -> bool:
         return self.sending is not None and self.sending.command.nonce == request.nonce
 
-    def _receive(self, event: "_Receive") -> None:
+    def _receive(self, event: "Receive") -> None:
         process = self.processes[event.instance_id]
         is_alive = self._is_of_sending(event.request) and not self.sending.why_aborted
         if is_alive and event.instance_id not in self.loads_to_fail:
@@ -155,9 +155,9 @@ class TransferWorld(RandomWorld):
             was_aborted=not is_alive,
         )
 
-    def _is_next(self, event: "_Receive") -> bool:
+    def _is_next(self, event: "Receive") -> bool:
         """A server obeys one request after the other."""
-        waiting = (e for e in self.pending if isinstance(e, _Receive))
+        waiting = (e for e in self.pending if isinstance(e, Receive))
         return next(e for e in waiting if e.instance_id == event.instance_id) is event
 
     def _end_sending(self) -> None:
@@ -194,18 +194,20 @@ class TransferWorld(RandomWorld):
         match event:
             case _SendDone():
                 self._end_sending()
-            case _Receive():
+            case Receive():
                 self._receive(event)
             case _:
                 super().happen(event, rng)
 
     def _can_happen(self, event: object) -> bool:
+        if self.is_held(event):
+            return False
         match event:
             case _SendDone():
                 return self.sending is not None and self.sending.can_end
-            case _Receive() if not self._is_next(event):
+            case Receive() if not self._is_next(event):
                 return False
-            case _Receive(request=request) if self._is_of_sending(request):
+            case Receive(request=request) if self._is_of_sending(request):
                 sending = self.sending
                 return bool(sending.why_aborted) or sending.arrived == sending.members
             case events.RankSaid(event=StepTrained()) if self.sending is not None:
@@ -214,7 +216,7 @@ class TransferWorld(RandomWorld):
                 return super()._can_happen(event)
 
 
-class _Receive(msgspec.Struct, frozen=True):
+class Receive(msgspec.Struct, frozen=True):
     """Not an event: a server that has been asked and waits for data."""
 
     instance_id: InstanceId

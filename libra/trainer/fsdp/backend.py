@@ -149,12 +149,13 @@ class FsdpBackend:
     def has_finite_weights(self) -> bool:
         return are_finite(local(parameter.detach()) for parameter in self.model.parameters())
 
-    def hf_tensors(self, *, to_cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    def hf_tensors(self, *, beat: Beat, to_cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         return whole_tensors(
             self.model.language_model,
             self._plan,
             dtype=self.export_dtype,
             rank=self._world.at.rank,
+            beat=beat,
             to_cpu=to_cpu,
         )
 

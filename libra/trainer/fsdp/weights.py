@@ -10,7 +10,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from libra.errors import DataError
 from libra.storage.safetensors import model_tensors
-from libra.trainer.backend import HfTensor
+from libra.trainer.backend import Beat, HfTensor
 
 NAMES_IN_A_MESSAGE = 5
 
@@ -54,6 +54,7 @@ def whole_tensors(
     *,
     dtype: torch.dtype,
     rank: int,
+    beat: Beat,
     to_cpu: bool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and tensor, in `dtype`, on rank 0; every rank runs it to the end.
@@ -61,6 +62,7 @@ def whole_tensors(
     One parameter is whole at a time.
     """
     for name, parameter in language_model.named_parameters():
+        beat()
         whole = full(parameter.detach()).to(dtype)
         if rank == 0:
             given = whole.cpu() if to_cpu else whole
