@@ -493,7 +493,7 @@ class Control:
         if version is None:
             return ()
         self.publication.just_committed = None
-        self.book.on_reloaded(at)
+        self.book.on_reloaded(at, is_held=self._policy.transfers)
         freed: tuple[Command, ...] = ()
         if self._policy.transfers:
             freed = self._follow(self.cycle.on_exported(version, now=at.now), at)
