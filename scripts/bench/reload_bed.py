@@ -1,8 +1,8 @@
 """Reload batches through the real control state, loop and executor; the rest of a run is played.
 
-The trainer publishes the version it is asked for, as files or by transfer, and judges ACKs as rank 0
-does; trajectories are
-finished the moment they are admitted. What the engines are, the caller decides.
+The trainer publishes the version it is asked for, as files or by transfer, and judges ACKs as rank
+0 does; trajectories are finished the moment they are admitted. What the engines are, the caller
+decides.
 """
 
 from collections.abc import Callable, Sequence

@@ -156,6 +156,37 @@ def test_a_late_server_receives_what_is_served_while_the_ranks_still_hold_it():
     run_to_the_end(world, rng)
 
 
+def test_a_late_servers_checksum_is_judged_by_rank_0_which_alone_knows_the_right_one():
+    rng = Random(6)
+    world = started(total_steps=8, offpolicyness=2.0)
+    run_until(world, rng, lambda w: w.trained)
+    world.is_held = lambda event: hasattr(event, "group")
+    while world.step(rng):
+        pass
+    world.kill_process(A)
+    run_until(world, rng, lambda w: any(_is_ack_of(e, A) for e in w.pending))
+    said = next(e for e in world.pending if _is_ack_of(e, A))
+    world.pending.remove(said)
+    wrong = msgspec.structs.replace(said.ack, checksum="of other bytes")
+    world.pending.append(msgspec.structs.replace(said, ack=wrong))
+    num_reloads = len(world.reloads)
+    run_until(world, rng, lambda w: len(w.reloads) > num_reloads)
+    assert "checksum" in world.reloads[-1].record.refused[A]
+    assert A not in world.routes
+    world.is_held = lambda _: False
+    run_to_the_end(world, rng)
+
+
+def test_a_server_that_the_operator_restarts_meanwhile_is_not_waited_for():
+    rng = Random(13)
+    world = started(total_steps=3)
+    run_until(world, rng, is_receiving)
+    world.post(events.RestartRequested(A))
+    assert world.sending.why_aborted == "vllm-0: it is leaving"
+    run_to_the_end(world, rng)
+    assert world.num_births_of == {A: 2, B: 1}
+
+
 def test_a_late_server_waits_for_the_next_version_when_the_ranks_have_gone_on():
     rng = Random(7)
     world = started(total_steps=6, sync_interval=3, offpolicyness=4.0)
