@@ -45,31 +45,31 @@ class WorkerExtension:
 
     def libra_join_transfer(self, transfer: bytes, rank_offset: int) -> dict[str, Any]:
         """Join a group, as `libra.serving.transfer_engine.JoinInfo`; see TransferOutcome."""
-        return self._tried(partial(self._join, transfer, rank_offset))
+        return self._libra_tried(partial(self._libra_join, transfer, rank_offset))
 
     def libra_receive_weights(self, transfer: bytes, nonce: str) -> dict[str, Any]:
         """Receive a version and load it; see TransferOutcome.
 
         After a failure the weights may be anything, and can be loaded again.
         """
-        return self._tried(partial(self._receive, transfer, nonce))
+        return self._libra_tried(partial(self._libra_receive, transfer, nonce))
 
-    def _join(self, transfer: bytes, rank_offset: int) -> str:
+    def _libra_join(self, transfer: bytes, rank_offset: int) -> str:
         self.init_weight_transfer_engine({"transfer": transfer, "rank_offset": rank_offset})  # type: ignore[attr-defined]
         return ""
 
-    def _receive(self, transfer: bytes, nonce: str) -> str:
+    def _libra_receive(self, transfer: bytes, nonce: str) -> str:
         self.start_weight_update()  # type: ignore[attr-defined]
         try:
             self.update_weights({"transfer": transfer, "nonce": nonce})  # type: ignore[attr-defined]
         except BaseException:
-            self._end_update()
+            self._libra_end_update()
             raise
         self.finish_weight_update()  # type: ignore[attr-defined]
         checksum: str = self.weight_transfer_engine.checksum  # type: ignore[attr-defined]
         return checksum
 
-    def _end_update(self) -> None:
+    def _libra_end_update(self) -> None:
         """Bring layers that got a part of their weights to where the next load can begin.
 
         Else the next one would count that part as its own, and leave it in place.
@@ -78,7 +78,7 @@ class WorkerExtension:
         self._weight_update_active = True
         self.finish_weight_update()  # type: ignore[attr-defined]
 
-    def _tried(self, work: Callable[[], str]) -> dict[str, Any]:
+    def _libra_tried(self, work: Callable[[], str]) -> dict[str, Any]:
         try:
             return TransferOutcome(checksum=work()).as_builtins()
         except Exception as error:  # noqa: BLE001 - the top of the call; the server says it
