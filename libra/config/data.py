@@ -4,6 +4,9 @@ from typing import Any, Literal
 
 from libra.config.base import Config, PathText, PositiveCount, Seconds
 
+CODE_TIMEOUT_S = 6.0
+"""Of the built-in reward `code`, for all tests of a row together."""
+
 
 class DataConfig(Config, frozen=True, kw_only=True):
     """Flat keys of the dataset, the workflow that turns a row into a trajectory, the reward."""

@@ -1,6 +1,5 @@
 """What one training step asks for: a prompt and a response length per trajectory."""
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from math import exp, log
 from statistics import NormalDist
@@ -106,22 +105,6 @@ def lognormal_quantiles(
     for index in range(num_values):
         quantile = normal.inv_cdf((index + 0.5) / num_values)
         yield max(1, min(longest, round(exp(location + sigma * quantile))))
-
-
-class LengthWindow:
-    """The last `capacity` finished trajectories' lengths."""
-
-    def __init__(self, capacity: int) -> None:
-        self._lengths: deque[tuple[int, int]] = deque(maxlen=capacity)
-
-    def on_trajectory(self, prompt_tokens: int, response_tokens: int) -> None:
-        self._lengths.append((prompt_tokens, response_tokens))
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def demand(self, config: RunConfig) -> Demand:
-        return observed_demand(config, tuple(self._lengths))
 
 
 def prefill_share(config: RunConfig) -> float:

@@ -8,8 +8,10 @@ from typing import Any, TypeAlias
 from libra.errors import ConfigError
 from libra.rewards.case import RewardCase
 from libra.rewards.character_class import character_class
+from libra.rewards.code import code
 from libra.rewards.exact_match import exact_match, number_match
-from libra.rewards.math import math
+from libra.rewards.math import math, require_math_verify
+from libra.rewards.sandbox import require_sandbox
 from libra.user_code import function_at
 
 RewardFunction: TypeAlias = Callable[[RewardCase], Any]
@@ -20,6 +22,12 @@ BUILT_IN: Mapping[str, Callable[..., Any]] = {
     "number_match": number_match,
     "character_class": character_class,
     "math": math,
+    "code": code,
+}
+
+_REQUIREMENTS: Mapping[str, Callable[[], object]] = {
+    "math": require_math_verify,
+    "code": require_sandbox,
 }
 
 
@@ -27,7 +35,8 @@ def load_reward(name: str, arguments: Mapping[str, Any]) -> RewardFunction:
     """The built-in reward or `module:function` of that name.
 
     Imports user code: call it in a reward worker. Raises ConfigError when there is no such
-    function or it does not take `(case, **arguments)`.
+    function or it does not take `(case, **arguments)`, and SiteError when what it needs is not
+    installed.
     """
     check_reward_name(name)
     function = BUILT_IN.get(name) or function_at(name)
@@ -37,6 +46,8 @@ def load_reward(name: str, arguments: Mapping[str, Any]) -> RewardFunction:
         inspect.signature(function).bind("case", **arguments)
     except TypeError as error:
         raise ConfigError(f"reward_args: {name}(case, ...): {error}") from error
+    if require := _REQUIREMENTS.get(name):
+        require()
     return partial(function, **arguments)
 
 

@@ -1,7 +1,20 @@
 """Mathematical equality of final answers, with math-verify (extra `math`)."""
 
+from typing import Any
+
 from libra.errors import SiteError
 from libra.rewards.case import RewardCase
+
+
+def require_math_verify() -> tuple[Any, Any]:
+    """Its `parse` and `verify`. Raises SiteError when it is not installed."""
+    try:
+        from math_verify import parse, verify  # noqa: PLC0415 - an extra, and slow to import
+    except ImportError as error:
+        raise SiteError(
+            "reward: math needs the package math-verify: pip install 'libra-rl[math]'"
+        ) from error
+    return parse, verify
 
 
 def math(case: RewardCase) -> float:
@@ -9,12 +22,7 @@ def math(case: RewardCase) -> float:
 
     Needs no time limit of its own: sympy may hang, and the worker is then killed from outside.
     """
-    try:
-        from math_verify import parse, verify  # noqa: PLC0415 - an extra, and slow to import
-    except ImportError as error:
-        raise SiteError(
-            "reward: math needs the package math-verify: pip install 'libra-rl[math]'"
-        ) from error
+    parse, verify = require_math_verify()
     expected = str(case.answer)
     # The gold answer is usually bare; math-verify only looks inside LaTeX or plain expressions.
     gold = parse(expected if "$" in expected else f"${expected}$", parsing_timeout=None)

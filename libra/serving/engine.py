@@ -1,7 +1,8 @@
 """The engine as a reload needs it, and vLLM's AsyncLLM as that engine.
 
 Two methods of the AsyncLLM instance are wrapped: `add_request`, so that nothing enters past the
-gate and each request's epoch is exact, and `generate`, so that output tokens are counted.
+gate and each request's epoch is exact, and `generate`, so that output tokens are counted and
+no text is made for who reads token ids alone.
 """
 
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -21,7 +22,7 @@ from libra.serving.ledger import VersionLedger
 from libra.serving.plugin import BEGIN_VERSION, COUNT_TOKENS
 from libra.serving.worker import JOIN_TRANSFER, RECEIVE_WEIGHTS, REFRESH_TIED_HEADS
 from libra.transfer.outcome import joint_checksum
-from libra.wire.instance import WeightsTransfer
+from libra.wire.instance import TOKEN_IDS_ONLY, WeightsTransfer
 
 # Below every other request's priority number: the probe is the first to be scheduled.
 PROBE_PRIORITY = -(2**31)
@@ -188,6 +189,7 @@ class VllmEngine:
     def _counted_generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
+        _leave_out_text(sampling_params)
         outputs: AsyncGenerator[Any, None] = self._generate(
             prompt, sampling_params, request_id, *args, **kwargs
         )
@@ -196,6 +198,15 @@ class VllmEngine:
             return outputs
         are_deltas = sampling_params.output_kind.name == "DELTA"
         return _counted(outputs, record, request_id, are_deltas=are_deltas)
+
+
+def _leave_out_text(params: Any) -> None:
+    """Obey TOKEN_IDS_ONLY: detokenising costs the API process more than all else per token.
+
+    Stop strings need the text.
+    """
+    if (params.extra_args or {}).pop(TOKEN_IDS_ONLY, False) and not params.stop:
+        params.detokenize = False
 
 
 async def _counted(

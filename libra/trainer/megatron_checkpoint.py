@@ -30,12 +30,15 @@ OPTIMIZER_METADATA = {
 class StagedState:
     """One rank's part of a checkpoint, in host memory."""
 
-    def __init__(self, directory: Path, writer: Any, metadata: Any) -> None:
-        """`writer` is Megatron's, with its plan; `metadata` is of the whole, on rank 0."""
+    def __init__(self, directory: Path, writer: Any, metadata: Any, *, is_on_cpu: bool) -> None:
+        """`writer` is Megatron's, with its plan; `metadata` is of the whole, on rank 0.
+
+        `is_on_cpu`: the model is, and the plan holds its parameters themselves.
+        """
         self._directory = directory
         self._writer = writer
         self._metadata = metadata
-        self._buckets = [_in_host_memory(bucket) for bucket in writer.write_buckets]
+        self._buckets = [_in_host_memory(b, copy=is_on_cpu) for b in writer.write_buckets]
         writer.write_buckets = None
 
     def write(self) -> list[Any]:
@@ -64,7 +67,7 @@ def stage(model: Any, optimizer: Any, directory: Path) -> StagedState:
     # Megatron would start a manager process to carry the names of the written files from a writer
     # process; ours writes in a thread, and the manager would outlive a killed rank.
     filesystem_async._results_queue = queue.Queue()  # noqa: SLF001
-    strategy = _Staging(directory)
+    strategy = _Staging(directory, is_on_cpu=next(model.parameters()).device.type == "cpu")
     dist_checkpointing.save(
         _sharded_state(model, optimizer, is_loading=False),
         str(directory),
@@ -100,24 +103,27 @@ def restore_weights(model: Any, directory: Path) -> None:
 class _Staging(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Megatron's own strategy, stopped where it would hand its plan to a writer process."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, is_on_cpu: bool) -> None:
         super().__init__()
         self._directory = directory
+        self._is_on_cpu = is_on_cpu
         self.finalize_fns: list[Any] = []
         """Megatron appends to it; what it would do is in `StagedState.finish`."""
 
     def _get_save_and_finalize_callbacks(
         self, writer: Any, save_state_dict_ret: Any, _async_strategy: Any
     ) -> "_Staging":
-        self.staged = StagedState(self._directory, writer, save_state_dict_ret[1])
+        self.staged = StagedState(
+            self._directory, writer, save_state_dict_ret[1], is_on_cpu=self._is_on_cpu
+        )
         return self
 
 
-def _in_host_memory(bucket: Any) -> Any:
-    """Copy what later steps would change: on the CPU Megatron's plan holds the parameters."""
+def _in_host_memory(bucket: Any, *, copy: bool) -> Any:
+    """Take what later steps would change; without `copy`, what is in host memory is ours alone."""
     path, key, (objects, tensors) = bucket
     for index, (item, tensor) in enumerate(tensors):
-        tensors[index] = (item, tensor.to("cpu", copy=True))
+        tensors[index] = (item, tensor.to("cpu", copy=copy))
     return path, key, (objects, tensors)
 
 

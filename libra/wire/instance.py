@@ -21,6 +21,9 @@ WEIGHTS_DIRECTORY_VARIABLE = "LIBRA_WEIGHTS_DIR"
 TOKEN_FILE_VARIABLE = "LIBRA_TOKEN_FILE"  # noqa: S105 - the name of a variable
 """Environment that a server is started with."""
 
+TOKEN_IDS_ONLY = "libra_token_ids_only"  # noqa: S105 - the name of a field
+"""In a completion's `vllm_xargs`: its text will not be read, so none is made."""
+
 INSTANCE_HEADER = "X-Libra-Instance"
 INCARNATION_HEADER = "X-Libra-Incarnation"
 VERSIONS_HEADER = "X-Libra-Policy-Versions"

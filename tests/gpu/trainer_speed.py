@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--logit-rows", type=int, default=8)
     parser.add_argument("--mini-batches", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=8, help="as a rank has beside a GPU")
     parser.add_argument("--bare", action="store_true")
     parser.add_argument("--publish", action="store_true")
     parser.add_argument("--profile", action="store_true")
@@ -103,6 +104,7 @@ def run(model_path: Path, options: argparse.Namespace) -> None:
         "megatron_use_cpu_initialization": False,
     } | settings
     with joined_world(run_config(model_path, **base)) as world:
+        torch.set_num_threads(options.threads)
         steps = [batches(step, options, world) for step in range(1, WARM_UP + MEASURED + 2)]
         for layout in options.layouts:
             for micro in options.micro:

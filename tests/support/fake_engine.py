@@ -40,10 +40,16 @@ class FakeRequest:
         return len(self.token_ids)
 
 
-def sampling(*, max_tokens, n=1, is_stream=False, prompt_logprobs=None):
+def sampling(*, max_tokens, n=1, is_stream=False, prompt_logprobs=None, stop=(), extra_args=None):
     kind = SimpleNamespace(name="DELTA" if is_stream else "FINAL_ONLY")
     return SimpleNamespace(
-        max_tokens=max_tokens, n=n, output_kind=kind, prompt_logprobs=prompt_logprobs
+        max_tokens=max_tokens,
+        n=n,
+        output_kind=kind,
+        prompt_logprobs=prompt_logprobs,
+        stop=stop,
+        extra_args=extra_args,
+        detokenize=True,
     )
 
 
@@ -94,7 +100,10 @@ class FakeAsyncLLM:
             token_ids = list(request.token_ids)
         if is_stream or finish_reason is not None:
             output = SimpleNamespace(
-                index=request.index, token_ids=token_ids, finish_reason=finish_reason
+                index=request.index,
+                token_ids=token_ids,
+                finish_reason=finish_reason,
+                has_text=request.params.detokenize,
             )
             request.queue.send.send_nowait((output, self._prompt_logprobs(request)))
 
@@ -237,7 +246,11 @@ class FakeCompletionsApp:
 
     def _generators(self, body, scope_id):
         params = sampling(
-            max_tokens=body["max_tokens"], n=body.get("n", 1), is_stream=body.get("stream", False)
+            max_tokens=body["max_tokens"],
+            n=body.get("n", 1),
+            is_stream=body.get("stream", False),
+            stop=body.get("stop", ()),
+            extra_args=body.get("vllm_xargs"),
         )
         generate = self.state.engine_client.generate
         for k, prompt in enumerate(body["prompts"]):
@@ -249,7 +262,8 @@ class FakeCompletionsApp:
         for outputs in self._generators(body, self._num_requests):
             async for output in outputs:
                 for part in output.outputs:
-                    choice = {"index": len(choices), "text": 'a "finish_reason":"x" b'}
+                    text = 'a "finish_reason":"x" b' if part.has_text else ""
+                    choice = {"index": len(choices), "text": text}
                     choice |= {"token_ids": part.token_ids, "finish_reason": part.finish_reason}
                     choices.append(choice)
         await self._answer(send, 200, {"id": "cmpl", "choices": choices, "usage": {"n": 1}})

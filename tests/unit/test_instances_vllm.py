@@ -75,6 +75,8 @@ def test_a_cpu_server_is_started_by_the_launcher_with_what_the_run_says():
     assert value_of(spec, "--generation-config") == "vllm"
     assert value_of(spec, "--distributed-executor-backend") == "uni"
     assert "--enforce-eager" in spec.argv
+    assert "--no-enable-chunked-prefill" in spec.argv
+    assert value_of(spec, "--max-num-batched-tokens") == "4096"
     assert "--gpu-memory-utilization" not in spec.argv
     assert (spec.child_id, spec.cwd, spec.log_path) == ("vllm-0", "/run", "/run/logs/vllm-0.log")
 
@@ -163,3 +165,7 @@ def test_the_url_brackets_an_ipv6_host():
 def test_only_a_run_that_transfers_weights_asks_vllm_for_an_engine_that_does():
     assert value_of(spec_of(sync_mode="nccl"), "--weight-transfer-config") == '{"backend": "libra"}'
     assert "--weight-transfer-config" not in spec_of().argv
+
+
+def test_a_step_of_a_cpu_engine_takes_any_whole_prompt():
+    assert value_of(spec_of(max_model_len=9000), "--max-num-batched-tokens") == "9000"

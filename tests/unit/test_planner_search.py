@@ -5,7 +5,7 @@ from libra.config.rollout import TpBucket
 from libra.errors import ConfigError, InfeasiblePlanError, InvariantError
 from libra.planner.calibration import Calibration, Observation, observe
 from libra.planner.cost_models import cost_models
-from libra.planner.demand import Demand, LengthWindow, observed_demand, prior_demand
+from libra.planner.demand import Demand, observed_demand, prior_demand
 from libra.planner.render import render_plan
 from libra.planner.search import plan, train_work
 from libra.planner.train_search import TrainSearch
@@ -319,12 +319,8 @@ def test_the_prior_has_the_configured_mean_and_never_exceeds_the_limit():
 
 def test_observed_lengths_replace_the_prior_at_their_own_quantiles():
     config = grp_config(batch_size=4)
-    window = LengthWindow(1000)
-    for length in (*range(1, 100), *range(10_000)):
-        window.on_trajectory(10, length)
-    demand = window.demand(config)
+    demand = observed_demand(config, [(10, n) for n in range(9000, 10_000)])
     assert demand.response_tokens == (9125, 9375, 9625, 9875)
-    assert demand == observed_demand(config, [(10, n) for n in range(9000, 10_000)])
 
 
 def test_siblings_on_one_prefix_cache_prefill_their_prompt_once():

@@ -5,10 +5,15 @@ from collections.abc import Iterator
 
 import msgspec
 
+from libra.config.data import CODE_TIMEOUT_S
 from libra.config.problems import Problem, did_you_mean
 from libra.config.run import RunConfig
 
 _CODE_NAME = re.compile(r"^[A-Za-z_]\w*(?:(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)?$", re.ASCII)
+
+
+SPARE_S = 2.0
+"""What a reward needs besides its tests' time."""
 
 
 class ShippedNames(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +46,22 @@ def check_names(config: RunConfig, shipped: ShippedNames) -> tuple[Problem, ...]
     )
 
 
+def code_reward_ends_first(config: RunConfig) -> Iterator[Problem]:
+    """A slow program is a wrong answer; a reward that is killed would be no answer at all."""
+    data = config.data
+    timeout_s = data.reward_args.get("timeout_s", CODE_TIMEOUT_S)
+    if data.reward != "code" or not isinstance(timeout_s, int | float):
+        return
+    if timeout_s + SPARE_S > data.reward_timeout_s:
+        yield Problem(
+            path="reward_timeout_s",
+            what=f"{data.reward_timeout_s:g} s end the reward before its tests of {timeout_s:g} s",
+            hint=f"at least {timeout_s + SPARE_S:g}, or less in reward_args.timeout_s",
+        )
+
+
 def _names(config: RunConfig) -> tuple[tuple[str, str], ...]:
     return ("workflow", config.data.workflow), ("reward", config.data.reward)
 
 
-RULES = (code_names,)
+RULES = (code_names, code_reward_ends_first)

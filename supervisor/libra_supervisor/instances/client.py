@@ -12,7 +12,14 @@ import msgspec
 from libra.errors import PeerError
 from libra.ids import InstanceId, RequestId
 from libra.rollouts.trajectory import Completion
-from libra.wire.instance import InstanceState, OpenRequests, ReloadAck, ReloadRequest, Sampling
+from libra.wire.instance import (
+    TOKEN_IDS_ONLY,
+    InstanceState,
+    OpenRequests,
+    ReloadAck,
+    ReloadRequest,
+    Sampling,
+)
 from libra_supervisor.instances.answers import completion_of, prompt_logprobs_of
 from libra_supervisor.instances.transport import Call, CallLimits, InstanceTransport
 
@@ -163,5 +170,8 @@ def _completion_body(prompt_token_ids: Sequence[int], sampling: Sampling) -> byt
             "stop_token_ids": sampling.stop_token_ids,
             "logprobs": 0,
             "return_token_ids": True,
+            # Nor are token ids turned into text one by one for their logprobs.
+            "return_tokens_as_token_ids": True,
+            "vllm_xargs": {TOKEN_IDS_ONLY: 1},
         }
     )

@@ -24,6 +24,8 @@ TRANSFER_CONFIG = '{"backend": "libra"}'
 """The engine that `libra.serving.plugin` registers."""
 
 CPU_KV_CACHE_BYTES = 64 * 2**20
+CPU_BATCHED_TOKENS = 4096
+"""Tokens in one step of a CPU engine, which takes prompts whole; more where they may be longer."""
 
 # Would override arguments given here, or lock us out of our own server.
 DROPPED_VARIABLES = frozenset({"VLLM_CPU_KVCACHE_SPACE", "VLLM_API_KEY"})
@@ -160,6 +162,10 @@ def _arguments(config: RunConfig, placement: InstancePlacement) -> tuple[str, ..
         # Without a worker process of its own a server starts faster and takes 0.3 GB less.
         values["--distributed-executor-backend"] = "uni"
     flags = ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+    if placement.device_kind == "cpu":
+        # Part of a prompt with a seed ends a CPU engine: "CPU Generator does not use offset".
+        flags.append("--no-enable-chunked-prefill")
+        values["--max-num-batched-tokens"] = max(rollout.max_model_len, CPU_BATCHED_TOKENS)
     if _is_eager(config, placement):
         flags.append("--enforce-eager")
     pairs = (str(part) for pair in values.items() for part in pair)

@@ -54,6 +54,7 @@ async def test_a_completion_is_taken_verbatim_with_its_version(server, client):
     assert completion.num_prompt_tokens == 3
     assert body["prompt"] == PROMPT
     assert body["return_token_ids"] is True
+    assert body["vllm_xargs"] == {"libra_token_ids_only": 1}
     assert (body["logprobs"], body["seed"], body["max_tokens"]) == (0, 3, 8)
 
 

@@ -189,3 +189,21 @@ async def test_under_random_traffic_and_reloads_no_token_is_mislabelled(app, run
     for _, answer in traffic.refused:
         assert answer.status == 503
         assert answer.json["error"]["message"].startswith("weights unknown")
+
+
+@pytest.mark.parametrize(
+    ("body", "has_text"),
+    [
+        ({}, True),
+        ({"vllm_xargs": {"another": 1}}, True),
+        ({"vllm_xargs": {"libra_token_ids_only": 1}}, False),
+        ({"vllm_xargs": {"libra_token_ids_only": 0}}, True),
+        ({"vllm_xargs": {"libra_token_ids_only": 1}, "stop": ["x"]}, True),
+    ],
+)
+async def test_no_text_is_made_for_who_reads_token_ids_alone(app, running, body, has_text):
+    async with running():
+        answer = await app.complete(**body)
+    (choice,) = answer.json["choices"]
+    assert bool(choice["text"]) is has_text
+    assert len(choice["token_ids"]) == 20

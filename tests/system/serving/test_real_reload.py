@@ -253,6 +253,37 @@ async def long_answer(url, *, num_tokens):
     return json.loads(content)["choices"][0]
 
 
+async def test_prompts_with_seeds_beyond_one_step_of_the_engine_are_all_answered(urls):
+    """Seen with vLLM 0.32: a part of such a prompt ended the whole CPU engine."""
+    answers = []
+
+    async def ask(seed):
+        body = {"model": "policy", "prompt": [1 + seed] * 500, "max_tokens": 2, "seed": seed}
+        answers.append(await post(urls[0], "/v1/completions", body))
+
+    async with anyio.create_task_group() as tasks:
+        for seed in range(24):
+            tasks.start_soon(ask, seed)
+    assert {status for status, _ in answers} == {200}, answers[0]
+
+
+async def test_leaving_out_the_text_changes_neither_ids_nor_logprobs(a, urls, versions):
+    await reload(a, versions, 2)
+    body = {"model": "policy", "prompt": list(PROBE), "max_tokens": 64, "seed": 5, "logprobs": 0}
+    body |= {"return_token_ids": True, "ignore_eos": True}
+    only_ids = {"vllm_xargs": {"libra_token_ids_only": 1}, "return_tokens_as_token_ids": True}
+    found = []
+    for more in ({}, only_ids):
+        status, content = await post(urls[0], "/v1/completions", body | more)
+        assert status == 200, content
+        found.append(json.loads(content)["choices"][0])
+    (with_text, without) = found
+    assert (bool(with_text["text"]), without["text"]) == (True, "")
+    assert without["token_ids"] == with_text["token_ids"]
+    logprobs = [choice["logprobs"]["token_logprobs"] for choice in found]
+    assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-5)
+
+
 async def test_unchanged_weights_leave_a_stream_token_identical(a, urls, versions):
     await reload(a, versions, 3)
     unbroken = await long_answer(urls[0], num_tokens=800)
