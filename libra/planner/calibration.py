@@ -7,8 +7,8 @@ most `_LARGEST_STEP` away: farther is an accident.
 """
 
 from hashlib import sha256
-from math import exp, log
-from typing import Literal, TypeAlias
+from math import exp, inf, log
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -31,14 +31,16 @@ all others are seconds. Names of phases are those of the phase trace."""
 
 _MEMORY = 0.2
 _LARGEST_STEP = log(4.0)
+_FARTHEST: Final = log(1e6)
+"""A factor beyond a million, either way, is no correction of a data sheet."""
 
 
 class Factor(msgspec.Struct, frozen=True, kw_only=True):
-    """One operation's correction."""
+    """One operation's correction. The bounds hold for a stored one."""
 
-    log_ratio: float = 0.0
-    log_variance: float = 0.0
-    num_observations: int = 0
+    log_ratio: Annotated[float, msgspec.Meta(ge=-_FARTHEST, le=_FARTHEST)] = 0.0
+    log_variance: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    num_observations: Annotated[int, msgspec.Meta(ge=0)] = 0
     last_error_fraction: float = 0.0
     """Of the newest observation: measured / (factor before it x predicted) - 1."""
 
@@ -73,16 +75,18 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 def observe(calibration: Calibration, observation: Observation) -> Calibration:
     """The book with one more measurement.
 
-    Raises InvariantError for a prediction or measurement that is not a positive, finite number.
+    Raises InvariantError for a prediction or measurement that is not a positive, finite number. A
+    measurement a million times off counts as a million.
     """
     predicted, measured = observation.predicted, observation.measured
-    if not (0 < predicted < float("inf") and 0 < measured < float("inf")):
+    if not (0 < predicted < inf and 0 < measured < inf):
         raise InvariantError(
             f"{observation.operation}: predicted {predicted} and measured {measured} must both be "
             "positive and finite"
         )
     old = calibration.factors.get(observation.operation, Factor())
-    error = log(measured / predicted) - old.log_ratio
+    seen = max(-_FARTHEST, min(_FARTHEST, log(measured) - log(predicted)))
+    error = seen - old.log_ratio
     step = max(-_LARGEST_STEP, min(_LARGEST_STEP, error)) if old.num_observations else error
     weight = max(_MEMORY, 1 / (old.num_observations + 1))
     new = Factor(

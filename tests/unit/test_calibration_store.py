@@ -1,3 +1,4 @@
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -38,6 +39,27 @@ def test_a_file_that_is_no_book_is_said_and_not_used(tmp_path):
     with capture_logs() as said:
         assert store.load(EMPTY) == EMPTY
     assert [entry["event"] for entry in said] == ["calibration_not_read"]
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [
+        {"log_ratio": 900.0, "num_observations": 3},
+        {"log_ratio": -1e308},
+        {"log_ratio": 0.1, "num_observations": -1},
+        {"log_variance": -1.0},
+    ],
+)
+def test_a_book_of_factors_that_cannot_be_is_said_and_the_next_measurement_begins_anew(
+    tmp_path, factor
+):
+    store = CalibrationStore(tmp_path)
+    book = {"hardware": EMPTY.hardware, "model": EMPTY.model, "factors": {"weight_sync": factor}}
+    store.path_of(EMPTY.hardware, EMPTY.model).write_text(json.dumps(book))
+    with capture_logs() as said:
+        assert store.load(EMPTY) == EMPTY
+    assert [entry["event"] for entry in said] == ["calibration_not_read"]
+    assert store.add(EMPTY, [SLOW]).ratio("grpo_update") == pytest.approx(2)
 
 
 def test_a_device_s_name_is_never_a_path(tmp_path):

@@ -60,6 +60,15 @@ def test_the_first_measurement_counts_in_full_however_far_from_the_data_sheet_it
     assert seen(EMPTY, 1, 100).ratio("grpo_update") == pytest.approx(100)
 
 
+@pytest.mark.parametrize(("predicted", "measured"), [(1e-300, 1e300), (1e300, 1e-300)])
+def test_a_measurement_out_of_all_proportion_leaves_a_book_that_can_be_read_back(
+    predicted, measured
+):
+    book = seen(EMPTY, predicted, measured)
+    assert decode(encode(book), hardware=book.hardware, model=book.model) == book
+    assert seen(book, predicted, measured).ratio("grpo_update") == book.ratio("grpo_update")
+
+
 def test_scattered_measurements_have_a_larger_variance_than_steady_ones():
     steady = scattered = EMPTY
     for measured in (9, 11) * 10:
