@@ -80,17 +80,23 @@ def prior_mean_tokens(config: RunConfig) -> float:
 def observed_demand(config: RunConfig, lengths: Sequence[tuple[int, int]]) -> Demand:
     """One step's demand from observed (prompt, response) lengths: their quantiles by response.
 
-    Raises InvariantError when nothing was observed.
+    Lengths of another run may be more than max_model_len allows here: responses are then cut, as an
+    engine would, and `source` says how many. Raises InvariantError when nothing was observed.
     """
     if not lengths:
         raise InvariantError("observed_demand needs at least one finished trajectory")
-    ordered = sorted(lengths, key=lambda pair: (pair[1], pair[0]))
+    limit = config.rollout.max_model_len
+    kept = [(min(prompt, limit - 1), response) for prompt, response in lengths]
+    kept = [(prompt, min(response, limit - prompt)) for prompt, response in kept]
+    num_cut = sum(new != old for new, old in zip(kept, lengths, strict=True))
+    ordered = sorted(kept, key=lambda pair: (pair[1], pair[0]))
     num = config.training.batch_size
     picked = [ordered[(2 * k + 1) * len(ordered) // (2 * num)] for k in range(num)]
     return Demand(
         prompt_tokens=tuple(prompt for prompt, _ in picked),
         response_tokens=tuple(response for _, response in picked),
-        source=f"observed: {len(lengths)} trajectories",
+        source=f"observed: {len(lengths)} trajectories"
+        + (f", {num_cut} of them cut at max_model_len {limit}" if num_cut else ""),
         prefill_share=prefill_share(config),
         num_batches=num_batches_in_flight(config),
     )

@@ -107,16 +107,30 @@ def prior_lengths(config: RunConfig, *, seed: int, growth_per_step: float) -> Ge
     )
 
 
-def read_trace(path: Path) -> RecordedLengths:
+def read_trace(path: Path, config: RunConfig) -> RecordedLengths:
     """A JSONL file, one `{"prompt_tokens": 120, "response_tokens": [800, 3100]}` per line.
 
-    Raises DataError with path and line when it cannot be read or a line is not of that form.
+    Responses end where the configuration's engines would end them: at max_new_tokens, or
+    max_model_len with the prompt. Raises DataError with path and line when it cannot be read, a
+    line is not of that form, or a prompt leaves no room for a response.
     """
     try:
         lines = path.read_bytes().splitlines()
     except OSError as exc:
         raise DataError(f"{path}: cannot be read: {exc.strerror}") from exc
-    groups = [_group(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    rollout, groups = config.rollout, []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        group = _group(path, number, line)
+        longest = min(rollout.max_new_tokens, rollout.max_model_len - group.prompt_tokens)
+        if longest < 1:
+            raise DataError(
+                f"{path}:{number}: a prompt of {group.prompt_tokens} tokens leaves no room for a "
+                f"response in max_model_len, {rollout.max_model_len}"
+            )
+        cut = tuple(min(longest, response) for response in group.response_tokens)
+        groups.append(msgspec.structs.replace(group, response_tokens=cut))
     if not groups:
         raise DataError(f"{path}: holds no lengths")
     return RecordedLengths(groups)

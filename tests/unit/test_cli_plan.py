@@ -62,5 +62,24 @@ def test_the_newest_trajectories_come_first_and_prompts_are_what_was_not_sampled
     assert observed_lengths(RunDirectory(tmp_path)) == ((3, 5), (3, 9))
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"num_response_tokens": 2, "token_ids": [1, 2,',
+        b"",
+        b"\xff",
+        b'{"x": 1}',
+        b'{"num_response_tokens": -1, "token_ids": [1]}',
+        b'{"num_response_tokens": 2, "token_ids": [1]}',
+    ],
+)
+def test_a_line_that_is_no_trajectory_is_named_by_file_and_number(tmp_path, line):
+    (tmp_path / "trajectories").mkdir()
+    whole = b'{"num_response_tokens": 1, "token_ids": [1, 2]}\n'
+    (tmp_path / "trajectories/step_000001.jsonl").write_bytes(whole + line + b"\n")
+    with pytest.raises(DataError, match=r"step_000001.jsonl:2: not a trajectory"):
+        observed_lengths(RunDirectory(tmp_path))
+
+
 def step_s(text):
     return float(text.partition("step ")[2].partition(" s")[0])

@@ -323,6 +323,15 @@ def test_observed_lengths_replace_the_prior_at_their_own_quantiles():
     assert demand.response_tokens == (9125, 9375, 9625, 9875)
 
 
+def test_lengths_of_a_run_with_longer_sequences_are_cut_and_that_is_said():
+    config = grp_config(batch_size=4)
+    demand = observed_demand(config, [(100, 10**9), (10**9, 5), (100, 7), (100, 9)])
+    limit = config.rollout.max_model_len
+    assert demand.response_tokens == (1, 7, 9, limit - 100)
+    assert demand.prompt_tokens == (limit - 1, 100, 100, 100)
+    assert demand.source == f"observed: 4 trajectories, 2 of them cut at max_model_len {limit}"
+
+
 def test_siblings_on_one_prefix_cache_prefill_their_prompt_once():
     config = grp_config()
     scheduling = msgspec.structs.replace(

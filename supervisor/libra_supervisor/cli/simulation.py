@@ -30,7 +30,7 @@ def simulate(options: Namespace) -> int:
 
 def _lengths(options: Namespace, config: RunConfig) -> LengthSource:
     if options.trace is not None:
-        return read_trace(options.trace)
+        return read_trace(options.trace, config)
     return prior_lengths(config, seed=options.seed, growth_per_step=options.growth)
 
 

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -17,26 +18,38 @@ MOST_OBSERVED = 16384
 
 
 class _Lengths(msgspec.Struct):
-    num_response_tokens: int
+    num_response_tokens: Annotated[int, msgspec.Meta(ge=0)]
     token_ids: list[int]
+
+    def __post_init__(self) -> None:
+        if self.num_response_tokens > len(self.token_ids):
+            raise ValueError(
+                f"num_response_tokens is {self.num_response_tokens} of {len(self.token_ids)} tokens"
+            )
 
 
 def observed_lengths(directory: RunDirectory) -> tuple[tuple[int, int], ...]:
     """(tokens given, tokens sampled) of the newest trajectories of a run, newest step first.
 
-    Raises DataError when the run has recorded none.
+    Raises DataError when the run has recorded none, or a line is not a trajectory.
     """
     found: list[tuple[int, int]] = []
     for path in sorted(directory.trajectories.glob("step_*.jsonl"), reverse=True):
-        for line in path.read_bytes().splitlines():
-            one = msgspec.json.decode(line, type=_Lengths)
-            sampled = one.num_response_tokens
-            found.append((len(one.token_ids) - sampled, sampled))
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            found.append(_lengths(path, number, line))
         if len(found) >= MOST_OBSERVED:
             break
     if not found:
         raise DataError(f"{directory.root} has no trajectories yet: is it a run directory?")
     return tuple(found[:MOST_OBSERVED])
+
+
+def _lengths(path: Path, number: int, line: bytes) -> tuple[int, int]:
+    try:
+        one = msgspec.json.decode(line, type=_Lengths)
+    except msgspec.DecodeError as error:
+        raise DataError(f"{path}:{number}: not a trajectory: {error}") from error
+    return len(one.token_ids) - one.num_response_tokens, one.num_response_tokens
 
 
 def last_evaluation(evaluations: Path) -> EvaluationRecord:

@@ -68,7 +68,7 @@ def test_a_trace_is_used_in_order_and_over_again(tmp_path):
         '{"prompt_tokens": 5, "response_tokens": [10, 20]}\n\n'
         '{"prompt_tokens": 6, "response_tokens": [30]}\n'
     )
-    trace = read_trace(path)
+    trace = read_trace(path, grp_config())
     groups = [trace.group(index, step=0, n_samples=3) for index in range(3)]
     assert [group.response_tokens for group in groups] == [(10, 20, 10), (30, 30, 30), (10, 20, 10)]
     assert set(trace.demand(grp_config()).response_tokens) == {10, 20, 30}
@@ -80,6 +80,7 @@ def test_a_trace_is_used_in_order_and_over_again(tmp_path):
         ("{", "trace.jsonl:2: "),
         ('{"prompt_tokens": 5}', "trace.jsonl:2: .*response_tokens"),
         ('{"prompt_tokens": 0, "response_tokens": [3]}', "trace.jsonl:2: lengths must be"),
+        ('{"prompt_tokens": 18432, "response_tokens": [3]}', "trace.jsonl:2: .* no room .* 18432"),
         ('{"prompt_tokens": 1, "response_tokens": []}', "trace.jsonl:2: lengths must be"),
         ('{"prompt_tokens": 1, "response_tokens": [1], "x": 1}', "trace.jsonl:2: .*x"),
     ],
@@ -88,12 +89,24 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, said):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"prompt_tokens": 5, "response_tokens": [10]}\n' + line)
     with pytest.raises(DataError, match=said):
-        read_trace(path)
+        read_trace(path, grp_config())
 
 
 def test_a_trace_that_is_empty_or_missing_is_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match="holds no lengths"):
-        read_trace(tmp_path / "empty.jsonl")
+        read_trace(tmp_path / "empty.jsonl", grp_config())
     with pytest.raises(DataError, match="cannot be read"):
-        read_trace(tmp_path / "missing.jsonl")
+        read_trace(tmp_path / "missing.jsonl", grp_config())
+
+
+def test_recorded_responses_end_where_the_engines_would_end_them(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"prompt_tokens": 5, "response_tokens": [99999999999, 7]}\n'
+        '{"prompt_tokens": 18000, "response_tokens": [2000]}\n'
+    )
+    trace = read_trace(path, grp_config())
+    first, second = (trace.group(index, step=0, n_samples=2) for index in range(2))
+    assert first.response_tokens == (16384, 7)
+    assert second.response_tokens == (18432 - 18000,) * 2
