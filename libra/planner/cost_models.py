@@ -61,6 +61,7 @@ def cost_models(config: RunConfig, calibration: Calibration) -> CostModels:
             calibration=calibration,
             capacity_bytes=hardware.memory_bytes,
             max_model_len=rollout.max_model_len,
+            has_reference=config.algorithm.kl_coefficient > 0,
         ),
         instance=InstanceModel(
             arch=arch,

@@ -38,6 +38,7 @@ Item: TypeAlias = Literal[
     "parameters",
     "gradients",
     "optimizer state",
+    "KL reference",
     "activations",
     "logits",
     "recompute-logprobs temporaries",
@@ -84,6 +85,8 @@ class TrainMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of one device."""
 
     max_model_len: int
+    has_reference: bool
+    """A second model, frozen, is scored for the KL term."""
 
     def budget(self, layout: TrainLayout) -> MemoryBudget:
         """The peak of the two phases: the update, or (when checked) recompute-logprobs.
@@ -92,7 +95,8 @@ class TrainMemory(msgspec.Struct, frozen=True, kw_only=True):
         """
         static = self._static_bytes(layout)
         dynamic = self._update_bytes(layout)
-        if self.planner.memory_budget_check_enabled and self.training.recompute_logprobs:
+        scores = self.training.recompute_logprobs or self.has_reference
+        if self.planner.memory_budget_check_enabled and scores:
             recompute = self._recompute_bytes(layout)
             dynamic = max(dynamic, recompute, key=lambda items: sum(items.values()))
         margin: dict[Item, int] = {"safety margin": self.planner.memory_budget_safety_margin_bytes}
@@ -116,11 +120,15 @@ class TrainMemory(msgspec.Struct, frozen=True, kw_only=True):
         per_parameter = self._optimizer_bytes_per_parameter
         if self.megatron.megatron_optimizer_cpu_offload:
             per_parameter *= 1 - self.megatron.megatron_optimizer_offload_fraction
-        return {
-            "parameters": (dense + experts) * self._dtype_bytes,
+        parameters = (dense + experts) * self._dtype_bytes
+        items: dict[Item, int] = {
+            "parameters": parameters,
             "gradients": (dense + experts) * _MAIN_GRADIENT,
             "optimizer state": round(state * per_parameter),
         }
+        if self.has_reference:
+            items["KL reference"] = parameters
+        return items
 
     @property
     def _optimizer_bytes_per_parameter(self) -> float:

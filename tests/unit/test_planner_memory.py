@@ -85,6 +85,35 @@ def test_the_safety_margin_is_added_to_the_estimate():
     assert margin.total_bytes == without + 5 * GIB
 
 
+def with_reference(**options):
+    memory = on_h200(**options)
+    return memory, msgspec.structs.replace(memory, has_reference=True)
+
+
+def test_a_kl_reference_is_a_second_model_without_gradients_or_optimizer_state():
+    without, memory = with_reference()
+    budget = memory.budget(ONE_RANK)
+    assert budget.bytes_of["KL reference"] == budget.bytes_of["parameters"]
+    assert budget.total_bytes == (
+        without.budget(ONE_RANK).total_bytes + budget.bytes_of["parameters"]
+    )
+
+
+def test_scoring_a_reference_needs_what_recompute_needs_even_without_recompute():
+    options = {"recompute_micro_batch_size": 64, "recompute_logprobs": False}
+    without, memory = with_reference(training=options)
+    assert "recompute-logprobs temporaries" not in without.budget(ONE_RANK).bytes_of
+    assert "recompute-logprobs temporaries" in memory.budget(ONE_RANK).bytes_of
+
+
+def test_the_configuration_s_kl_term_says_whether_there_is_a_reference():
+    config = grp_config()
+    assert not cost_models(config, NOTHING_MEASURED).train_memory.has_reference
+    algorithm = msgspec.structs.replace(config.algorithm, kl_coefficient=0.1)
+    config = msgspec.structs.replace(config, algorithm=algorithm)
+    assert cost_models(config, NOTHING_MEASURED).train_memory.has_reference
+
+
 def optimizer_bytes(layout=ONE_RANK, **megatron):
     return on_h200(megatron=megatron).budget(layout).bytes_of["optimizer state"]
 

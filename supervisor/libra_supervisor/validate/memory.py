@@ -36,6 +36,7 @@ def _trainer_rank(config: RunConfig, arch: ModelArchConfig) -> RoleMemory:
         calibration=Calibration(hardware="", model=""),
         capacity_bytes=_limit_bytes(config) or 0,
         max_model_len=config.rollout.max_model_len,
+        has_reference=config.algorithm.kl_coefficient > 0,
     )
     layout = TrainLayout(
         tp=training.train_tp_size,
