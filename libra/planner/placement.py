@@ -50,6 +50,16 @@ def place(
     )
 
 
+def free_slots(placed: Plan, num_gpus: int, gpus_per_node: int) -> list[int]:
+    """How many slots of each node nobody uses."""
+    free = [len(node) for node in _nodes(num_gpus, gpus_per_node)]
+    for rank in range(len(placed.train.slots)):
+        free[placed.train.node_of_rank(rank)] -= 1
+    for instance in placed.instances:
+        free[instance.node] -= instance.tp
+    return free
+
+
 def _nodes(num_gpus: int, gpus_per_node: int) -> list[list[SlotId]]:
     """Free slots per node; the last node may be smaller."""
     return [

@@ -9,6 +9,7 @@ from libra.planner.report import Estimate, Option, PlanReport
 from libra.planner.search import format_tps
 
 _PRUNED_SHOWN = 40
+_SHOWN_WAIT_S = 0.05
 
 
 def render_plan(report: PlanReport, calibration: Calibration | None = None) -> str:
@@ -49,9 +50,13 @@ def _option(option: Option) -> Iterator[str]:
     estimate = option.estimate
     if estimate is not None:
         train = estimate.train
+        wait_s = estimate.step_s - max(estimate.train_s, estimate.rollout_s)
+        waits = (
+            f" + {wait_s:.1f} s for stale samples and waiting" if wait_s >= _SHOWN_WAIT_S else ""
+        )
         yield (
             f"    step {estimate.step_s:.1f} s = max(train {estimate.train_s:.1f} s, "
-            f"rollout {estimate.rollout_s:.1f} s); recompute "
+            f"rollout {estimate.rollout_s:.1f} s){waits}; recompute "
             f"{train.recompute_logprobs_s:.1f} s, update {train.grpo_update_s:.1f} s, "
             f"export {estimate.export_s:.1f} s, reload {estimate.sync_s:.1f} s beside it, "
             f"bubble {train.bubble_fraction:.0%}"
@@ -69,9 +74,9 @@ def _layout(estimate: Estimate) -> Iterator[str]:
         yield f"    {estimate.num_batches} batches are in flight together:"
     for tp in sorted({block.tp for block in blocks_of_all}, reverse=True):
         blocks = [block for block in blocks_of_all if block.tp == tp]
-        num_requests = sum(block.num_requests for block in blocks)
+        most = max(block.num_requests for block in blocks)
         seconds = _range([block.seconds for block in blocks])
-        yield f"    TP{tp}: {len(blocks)} instances, {num_requests} requests, {seconds} s"
+        yield f"    TP{tp}: {len(blocks)} instances, at most {most} requests each, {seconds} s"
 
 
 def _range(values: Sequence[float]) -> str:

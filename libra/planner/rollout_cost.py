@@ -89,9 +89,8 @@ class Workload:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def sample(self, share: float) -> "Workload":
-        """Every (1 / share)-th request by length, beginning with the longest; at least one."""
-        num_requests = min(len(self), max(1, round(len(self) * share)))
+    def sample(self, num_requests: int) -> "Workload":
+        """So many requests, evenly spaced by length, beginning with the longest."""
         step = len(self) / num_requests
         return Workload([self._requests[int(k * step)] for k in range(num_requests)])
 

@@ -19,7 +19,7 @@ from libra.planner.cost_models import CostModels, cost_models, described
 from libra.planner.demand import Demand, prior_demand
 from libra.planner.layout import RolloutLayout
 from libra.planner.pace import RolloutPace, step_seconds
-from libra.planner.placement import place
+from libra.planner.placement import free_slots, place
 from libra.planner.plan import Plan, configured_plan
 from libra.planner.pruning import Pruned, PruneLog
 from libra.planner.report import Estimate, Option, PlanReport
@@ -142,7 +142,7 @@ class _Search:
             pruned=self._pruned(),
             demand=self._demand.source,
             by_length=self._rollout.by_length(self._num_gpus - choice.train.num_gpus),
-            notes=_notes(self._config, self._demand, choice, self._num_gpus),
+            notes=self._notes(plan_of_choice),
         )
 
     def _check_size(self) -> None:
@@ -282,6 +282,23 @@ class _Search:
             for other in self._train.best(choice.train.num_gpus, num_best=3)[1:]
         ]
 
+    def _notes(self, chosen: Plan) -> tuple[str, ...]:
+        notes = []
+        rooms = free_slots(chosen, self._num_gpus, self._models.rates.gpus_per_node)
+        if idle := sum(rooms):
+            smallest = min(cost.tp for cost in self._rollout.costs)
+            why = "more instances on them would not shorten the step"
+            if smallest > max(rooms):
+                why = f"the smallest instance has TP{smallest}, a node has {max(rooms)} of them"
+            notes.append(f"{idle} GPUs stay idle: {why}")
+        concurrency = self._config.rollout.max_concurrent_rollouts
+        if concurrency < self._demand.num_sequences:
+            notes.append(
+                f"max_concurrent_rollouts {concurrency} is below the {self._demand.num_sequences} "
+                "trajectories of a step; the rollout time assumes all in flight"
+            )
+        return tuple(notes)
+
     def _pruned(self) -> tuple[Pruned, ...]:
         return (*self._log.entries(), *self._train.log.entries())
 
@@ -371,19 +388,6 @@ def _configured(config: RunConfig, demand: Demand, calibration: Calibration | No
     return PlanReport(
         plan=placed, choice=choice, runners_up=(), pruned=(), demand=demand.source, notes=notes
     )
-
-
-def _notes(config: RunConfig, demand: Demand, choice: Option, num_gpus: int) -> tuple[str, ...]:
-    notes = []
-    idle = num_gpus - choice.train.num_gpus - sum(choice.rollout_tps)
-    if idle:
-        notes.append(f"{idle} GPUs stay idle: no allowed TP degree fits into them")
-    if config.rollout.max_concurrent_rollouts < demand.num_sequences:
-        notes.append(
-            f"max_concurrent_rollouts {config.rollout.max_concurrent_rollouts} is below the "
-            f"{demand.num_sequences} trajectories of a step; the rollout time assumes all in flight"
-        )
-    return tuple(notes)
 
 
 def _best(placed: Sequence[tuple[Option, Plan]]) -> tuple[Option, Plan]:

@@ -20,15 +20,16 @@ def spread_over(
     weight_of = {cost.tp: cost.capacity_tokens if by_capacity else 1 for cost in instances}
     whole = sum(weight_of[cost.tp] for cost in instances)
     block_of = {
-        cost.tp: _block(cost, work, weight_of[cost.tp] / whole)
+        # The fullest of alike instances has what is left of a division, and sets the time.
+        cost.tp: _block(cost, work, -(-len(work) * weight_of[cost.tp] // whole))
         for cost in {cost.tp: cost for cost in instances}.values()
     }
     ordered = sorted(instances, key=lambda cost: -cost.tp)
     return RolloutLayout(blocks=tuple(block_of[cost.tp] for cost in ordered))
 
 
-def _block(cost: InstanceCost, work: Workload, share: float) -> Block:
-    sample = work.sample(share)
+def _block(cost: InstanceCost, work: Workload, num_requests: int) -> Block:
+    sample = work.sample(num_requests)
     return Block(
         tp=cost.tp,
         num_requests=len(sample),

@@ -6,7 +6,7 @@ below it (most data parallelism, smallest micro-batch) passes the bubble and mem
 raised only until something fits, since it costs links and nothing else is gained by it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from math import inf
 from types import MappingProxyType
@@ -59,7 +59,7 @@ class TrainSearch:
         self._unbuilt = unbuilt
         self._mini_batch = config.training.mini_batch_size or config.training.batch_size
         self._log = PruneLog()
-        self._indivisible_dps: dict[int, set[int]] = {}
+        self._left_dps: dict[int, dict[str, set[int]]] = {}
         self._layouts_of: dict[int, list[TrainLayout]] = {count: [] for count in gpu_counts}
         for layout in self._feasible():
             self._layouts_of[layout.num_gpus].append(layout)
@@ -122,14 +122,10 @@ class TrainSearch:
 
     def _count_reason(self, num_gpus: int) -> str:
         """Why no layout has exactly this many GPUs."""
-        indivisible = sorted(self._indivisible_dps.get(num_gpus, ()))
-        if not indivisible:
+        left = self._left_dps.get(num_gpus)
+        if not left:
             return "every allowed TP x PP x CP that divides it has a reason of its own"
-        dps = ", ".join(str(dp) for dp in indivisible)
-        return (
-            f"DP {dps}: does not divide {self._mini_batch} trajectories per optimizer step"
-            " (or is no multiple of EP)"
-        )
+        return "; ".join(_with_dps(dps, reason) for reason, dps in left.items())
 
     def _tp_reason(self, tp: int) -> str:
         """Why no layout with this TP can exist; empty when one may."""
@@ -206,12 +202,7 @@ class TrainSearch:
         branch, model_parallel = _branch(tp, ep, pp, cp), tp * pp * cp
         dps = self._dps(model_parallel, ep)
         if not dps:
-            self._log.cut(
-                branch,
-                f"no number of training GPUs gives a DP that divides {self._mini_batch} "
-                f"trajectories per optimizer step"
-                + (f" and is a multiple of {ep}" if ep > 1 else ""),
-            )
+            self._log.cut(branch, self._no_dp_reason(model_parallel, ep))
             return
         smallest = self._config.training.micro_batch_size
         roomiest = TrainLayout(tp=tp, ep=ep, pp=pp, cp=cp, dp=dps[-1], micro_batch_size=smallest)
@@ -228,11 +219,30 @@ class TrainSearch:
             dp, rest = divmod(count, model_parallel)
             if rest:
                 continue
-            if self._mini_batch % dp or dp % ep:
-                self._indivisible_dps.setdefault(count, set()).add(dp)
+            if reason := self._dp_reason(dp, ep):
+                self._left_dps.setdefault(count, {}).setdefault(reason, set()).add(dp)
             else:
                 dps.append(dp)
         return dps
+
+    def _dp_reason(self, dp: int, ep: int) -> str:
+        """Why a run cannot have this DP; empty when it can."""
+        if self._mini_batch % dp:
+            return f"does not divide {self._mini_batch} trajectories per optimizer step"
+        return f"is no multiple of EP{ep}" if dp % ep else ""
+
+    def _no_dp_reason(self, model_parallel: int, ep: int) -> str:
+        """Why no number of training GPUs gives a DP."""
+        most = self._gpu_counts[-1]
+        if model_parallel > most:
+            return f"needs {model_parallel} GPUs, {most} may train"
+        dps = [count // model_parallel for count in self._gpu_counts if not count % model_parallel]
+        if not dps:
+            return f"no number of training GPUs is a multiple of {model_parallel}"
+        dps_of: dict[str, set[int]] = {}
+        for dp in dps:
+            dps_of.setdefault(self._dp_reason(dp, ep), set()).add(dp)
+        return "; ".join(_with_dps(dps, reason) for reason, dps in dps_of.items())
 
     def _micro_batches(self, layout: TrainLayout, branch: str) -> Iterator[TrainLayout]:
         smallest, per_rank = layout.micro_batch_size, self._mini_batch // layout.dp
@@ -280,6 +290,11 @@ def _powers(first: int, last: int) -> list[int]:
     while values[-1] * 2 <= last:
         values.append(values[-1] * 2)
     return values
+
+
+def _with_dps(dps: Iterable[int], reason: str) -> str:
+    """`DP 3, 6: does not divide 512 trajectories per optimizer step`."""
+    return f"DP {', '.join(map(str, sorted(dps)))}: {reason}"
 
 
 def _branch(tp: int, ep: int, pp: int, cp: int) -> str:

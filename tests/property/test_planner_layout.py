@@ -146,11 +146,13 @@ def test_a_spread_keeps_within_its_gpus_and_nobody_takes_more_than_all(
     layout = best_spread(costs, work, num_gpus, by_capacity=by_capacity)
     assert layout.num_gpus <= num_gpus
     assert all(1 <= block.num_requests <= len(work) for block in layout.blocks)
+    assert layout.num_requests >= len(work)
 
 
-@given(work=workloads, share=st.floats(0.01, 1))
-def test_a_sample_begins_with_the_longest_request_and_has_the_share(work, share):
-    sample = work.sample(share)
+@given(work=workloads, data=st.data())
+def test_a_sample_begins_with_the_longest_request_and_has_as_many_as_asked_for(work, data):
+    num_requests = data.draw(st.integers(1, len(work)))
+    sample = work.sample(num_requests)
     assert sample.lengths[0] == work.lengths[0]
-    assert len(sample) == max(1, round(len(work) * share))
+    assert len(sample) == num_requests
     assert sample.lengths == sorted(sample.lengths, reverse=True)

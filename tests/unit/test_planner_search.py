@@ -160,6 +160,24 @@ def test_communication_ratios_prune_tensor_branches():
     assert "communication is" in reasons(report)["TP2"]
 
 
+def test_a_branch_without_data_parallel_ranks_says_which_numbers_were_in_the_way():
+    found = reasons(plan(grp_config(batch_size=31, planner={"allowed_train_pp": [1, 5]})))
+    indivisible = "does not divide 31 trajectories per optimizer step"
+    assert found["TP1 PP5"] == f"DP 8: {indivisible}"
+    assert found["24 training GPUs"] == f"DP 3, 6, 12, 24: {indivisible}"
+    with pytest.raises(InfeasiblePlanError, match="TP1 PP1 CP64: needs 64 GPUs, 40 may train"):
+        plan(grp_config(training={"train_cp_size": 64}))
+    odd = grp_config(num_gpus=32, planner={"allowed_train_tp": [4, 8], "allowed_train_pp": [1, 5]})
+    assert reasons(plan(odd))["TP4 PP5"] == "no number of training GPUs is a multiple of 20"
+
+
+def test_a_size_without_whole_expert_groups_says_so():
+    planner = {"allowed_train_tp": [8], "allowed_train_ep": [4], "allowed_train_pp": [1]}
+    found = reasons(plan(grp_config(arch=QWEN3_30B_A3B, planner=planner), only_built=False))
+    assert found["16 training GPUs"] == "DP 2: is no multiple of EP4"
+    assert found["24 training GPUs"].startswith("DP 3: does not divide 512")
+
+
 def test_communication_ratios_prune_expert_branches():
     report = plan(
         grp_config(
@@ -391,7 +409,37 @@ def test_gpus_that_would_only_slow_rollout_down_stay_idle_and_that_is_said():
     )
     report = plan(config)
     assert set(report.choice.rollout_tps) == {6}
-    assert "GPUs stay idle" in report.notes[0]
+    assert report.notes[0].endswith("more instances on them would not shorten the step")
+
+
+def test_gpus_that_no_instance_fits_into_stay_idle_and_that_is_said():
+    report = plan(grp_config(num_gpus=36, planner={"allowed_rollout_tp": [8], "min_train_gpus": 8}))
+    assert report.choice.train.num_gpus == 16
+    assert report.notes == (
+        "4 GPUs stay idle: the smallest instance has TP8, a node has 4 of them",
+    )
+
+
+def test_no_request_is_forgotten_where_they_do_not_divide_by_the_instances():
+    config = grp_config(
+        num_gpus=16,
+        batch_size=5,
+        training={"mini_batch_size": 5},
+        planner={"allowed_rollout_tp": [4]},
+    )
+    blocks = plan(config).choice.estimate.rollout.blocks
+    assert [block.num_requests for block in blocks] == [3, 3]
+
+
+def test_a_step_longer_than_both_sides_says_what_is_added():
+    on_policy = grp_config(rollout={"max_head_offpolicyness": 0.0})
+    report = plan(on_policy)
+    best = report.choice.estimate
+    waits_s = best.step_s - max(best.train_s, best.rollout_s)
+    assert waits_s > 1
+    assert f" s) + {waits_s:.1f} s for stale samples and waiting; recompute" in render_plan(report)
+    pinned_by_training = render_plan(plan(grp_config(num_gpus=16, max_new_tokens=512)))
+    assert "waiting" not in pinned_by_training.partition("runners-up")[0]
 
 
 @pytest.mark.parametrize(
