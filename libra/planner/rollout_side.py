@@ -51,11 +51,18 @@ class RolloutSide(msgspec.Struct, frozen=True, kw_only=True):
     """The longest requests go to the instances that the layout means them for."""
 
     def best(
-        self, num_gpus: int, train_s: float, *, tolerance: float = 0.0
+        self,
+        num_gpus: int,
+        train_s: float,
+        *,
+        has_room: Callable[[Sequence[int]], bool],
+        tolerance: float = 0.0,
     ) -> tuple[RolloutLayout, RolloutPace]:
         """The instances of the shortest step beside a training of `train_s`.
 
-        Raises InfeasiblePlanError when no instance fits into `num_gpus`.
+        `has_room` says whether instances of these TP degrees find a place on the nodes; without
+        known lengths, as many are left out as it takes. Raises InfeasiblePlanError when no instance
+        fits into `num_gpus`.
         """
         if self.lengths_known:
             layout = self.by_length(num_gpus, tolerance=tolerance)
@@ -71,7 +78,8 @@ class RolloutSide(msgspec.Struct, frozen=True, kw_only=True):
             return layout, self._pace(layout, one.makespan_s)
         found = [
             (layout, self._pace(layout, self._spread(instances, self.one_batch).makespan_s))
-            for instances in spreads(self.costs, num_gpus, self.node_gpus)
+            for spread in spreads(self.costs, num_gpus, self.node_gpus)
+            if (instances := _placeable(spread, has_room))
             for layout in (self._spread(instances, self.work),)
         ]
         if not found:
@@ -130,3 +138,13 @@ class RolloutSide(msgspec.Struct, frozen=True, kw_only=True):
         """Degrees that divide the node always find a place; only others are laid out in order."""
         divides = all(self.node_gpus % cost.tp == 0 for cost in self.costs)
         return 0 if divides else self.node_gpus
+
+
+def _placeable(
+    instances: Sequence[InstanceCost], has_room: Callable[[Sequence[int]], bool]
+) -> Sequence[InstanceCost]:
+    """The most of them that find a place, largest TP first."""
+    largest_first = sorted(instances, key=lambda cost: -cost.tp)
+    while largest_first and not has_room([cost.tp for cost in largest_first]):
+        largest_first.pop()
+    return largest_first

@@ -202,9 +202,33 @@ class _Search:
         return min(around, key=lambda index: self._step_s(candidates[index]))
 
     def _step_s(self, candidate: TrainCandidate) -> float:
-        num_gpus = self._num_gpus - candidate.layout.num_gpus
-        layout, pace = self._rollout.best(num_gpus, candidate.cost.total_s)
+        beside = self._beside(candidate)
+        if beside is None:
+            return inf
+        layout, pace = beside
         return step_seconds(self._rollout.train_pace(layout, candidate.cost.total_s), pace)
+
+    def _beside(
+        self, candidate: TrainCandidate, *, tolerance: float = 0.0
+    ) -> tuple[RolloutLayout, RolloutPace] | None:
+        """The best rollout on the GPUs that training leaves; None without room for an instance."""
+        try:
+            return self._rollout.best(
+                self._num_gpus - candidate.layout.num_gpus,
+                candidate.cost.total_s,
+                has_room=lambda tps: self._place(candidate, tps) is not None,
+                tolerance=tolerance,
+            )
+        except InfeasiblePlanError:
+            return None
+
+    def _place(self, candidate: TrainCandidate, tps: Sequence[int]) -> Plan | None:
+        return place(
+            candidate.layout,
+            tps,
+            num_gpus=self._num_gpus,
+            gpus_per_node=self._models.rates.gpus_per_node,
+        )
 
     def _crossing(self, candidates: Sequence[TrainCandidate]) -> int:
         """Index of the first candidate that leaves rollout too few GPUs to keep pace with it."""
@@ -224,12 +248,11 @@ class _Search:
 
     def _placed(self, candidate: TrainCandidate, *, exact: bool) -> tuple[Option, Plan] | None:
         """The split's best rollout layout on real slots; None when node boundaries forbid it."""
-        num_gpus = self._num_gpus - candidate.layout.num_gpus
-        layout, pace = self._rollout.best(
-            num_gpus,
-            candidate.cost.total_s,
-            tolerance=0.0 if exact else _RUNNER_UP_TOLERANCE,
-        )
+        beside = self._beside(candidate, tolerance=0.0 if exact else _RUNNER_UP_TOLERANCE)
+        if beside is None:
+            self._no_room(candidate, "any instance")
+            return None
+        layout, pace = beside
         estimate = Estimate(
             train=candidate.cost,
             train_budget=candidate.budget,
@@ -239,21 +262,19 @@ class _Search:
             sync_s=self._models.publish.step_sync_s(layout.tp_degrees),
             pace=pace,
         )
-        for tps in self._instances(layout, num_gpus):
-            placed = place(
-                candidate.layout,
-                tps,
-                num_gpus=self._num_gpus,
-                gpus_per_node=self._models.rates.gpus_per_node,
-            )
+        for tps in self._instances(layout, self._num_gpus - candidate.layout.num_gpus):
+            placed = self._place(candidate, tps)
             if placed is not None:
                 option = Option(train=candidate.layout, rollout_tps=tps, estimate=estimate)
                 return option, placed
+        self._no_room(candidate, format_tps(layout.tp_degrees))
+        return None
+
+    def _no_room(self, candidate: TrainCandidate, instances: str) -> None:
         self._log.cut(
-            f"{candidate.layout} with rollout {format_tps(layout.tp_degrees)}",
+            f"{candidate.layout} with rollout of {instances}",
             f"node boundaries ({self._models.rates.gpus_per_node} GPUs) leave no room",
         )
-        return None
 
     def _instances(self, layout: RolloutLayout, num_gpus: int) -> Iterator[tuple[int, ...]]:
         """Degrees to place, best first.

@@ -301,6 +301,35 @@ def configured(**sections):
     return msgspec.structs.replace(config, heterogeneous_rollout=heterogeneous)
 
 
+@pytest.mark.parametrize(
+    ("node_gpus", "num_gpus", "train_tp", "rollout_tps", "expected"),
+    [
+        # Training takes two of each node of three, and one instance fits nowhere.
+        (3, 7, [2], [2], (2,)),
+        # The wide instance has no room beside training, the narrow one does.
+        (4, 5, [2], [2, 3], (2,)),
+        (6, 8, [4], [1, 4], (1, 1, 1, 1)),
+    ],
+)
+def test_odd_nodes_get_the_instances_that_find_room_beside_training(
+    node_gpus, num_gpus, train_tp, rollout_tps, expected
+):
+    config = grp_config(
+        num_gpus=num_gpus,
+        arch=msgspec.structs.replace(MEASURED_1_8B, intermediate_size=9216, vocab_size=153_600),
+        hardware=msgspec.structs.replace(H200_141G, gpus_per_node=node_gpus, nodes=3),
+        batch_size=24,
+        max_new_tokens=4096,
+        planner={
+            "allocation_granularity_gpus": 1,
+            "allowed_train_tp": train_tp,
+            "allowed_rollout_tp": rollout_tps,
+            "prior_response_sigma": 1.5,
+        },
+    )
+    assert plan(config).choice.rollout_tps == expected
+
+
 def test_a_configured_split_is_kept_and_estimated():
     report = plan(configured(training={"train_tp_size": 4}))
     assert report.plan.strategy == "configured"
