@@ -135,6 +135,7 @@ class SpanWriter:
         self._path = path
         self._max_bytes, self._num_kept = max_bytes, num_kept
         self._num_bytes = 0
+        self._is_torn = False
         self._header = b""
         self._wall_ns = clock.wall_ns()
         self._monotonic_s = clock.monotonic()
@@ -191,8 +192,9 @@ class SpanWriter:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o644)
         self._num_bytes = os.fstat(self._fd).st_size
-        # The newline ends a line that an earlier life may have torn.
-        self._write(b"\n" * bool(self._num_bytes) + self._header)
+        # An earlier life may have torn its last line.
+        self._is_torn = self._num_bytes > 0
+        self._write(self._header)
 
     def _append(self, line: bytes) -> None:
         if self._num_bytes + len(line) >= self._max_bytes:
@@ -217,15 +219,17 @@ class SpanWriter:
     def _write(self, line: bytes) -> None:
         if self._fd is None:
             return
-        self._num_bytes += len(line) + 1
+        # A newline ends a torn line, so that it costs no other.
+        content = b"\n" * self._is_torn + line + b"\n"
+        self._num_bytes += len(content)
         try:
             # One write per line: with O_APPEND two writers never mix inside a line.
-            written = os.write(self._fd, line + b"\n")
+            written = os.write(self._fd, content)
         except OSError:
             self.num_lost += 1
             return
-        if written != len(line) + 1:
-            self.num_lost += 1
+        self._is_torn = written != len(content)
+        self.num_lost += self._is_torn
 
 
 def rotated_path(path: Path, number: int) -> Path:

@@ -3,6 +3,7 @@ import pytest
 
 from libra.config.rules.rollout import CPU_KV_CACHE_BYTES
 from libra.models.kv_capacity import GIB, kv_bytes_per_token
+from libra.models.parameters import rank_parameters
 from libra.planner.calibration import Calibration, Factor
 from libra.planner.cost_models import cost_models
 from libra.planner.memory import MemoryBudget
@@ -169,6 +170,23 @@ def test_expert_parallel_divides_the_weights_of_a_mixture():
     whole = memory.budget(layout).bytes_of["parameters"]
     split = memory.budget(msgspec.structs.replace(layout, ep=8)).bytes_of["parameters"]
     assert split < whole / 5
+
+
+def test_the_optimizer_state_of_experts_is_shared_by_those_who_hold_the_same_ones():
+    memory = train_memory(arch=QWEN3_30B_A3B)
+    layout = msgspec.structs.replace(ONE_RANK, dp=8, ep=4)
+    dense, experts = rank_parameters(QWEN3_30B_A3B, tp=1, pp=1, ep=4)
+    state = memory.budget(layout).bytes_of["optimizer state"]
+    assert state == pytest.approx(12 * (dense / 8 + experts / 2), abs=1)
+
+
+def test_context_parallel_divides_the_recompute_pass():
+    memory = on_h200(training={"recompute_micro_batch_size": 64})
+    item = "recompute-logprobs temporaries"
+    whole = memory.budget(ONE_RANK).bytes_of
+    half = memory.budget(msgspec.structs.replace(ONE_RANK, cp=2)).bytes_of
+    assert half[item] == whole[item] // 2
+    assert half["activations"] == whole["activations"] // 2
 
 
 def test_a_measured_peak_corrects_what_is_not_static():

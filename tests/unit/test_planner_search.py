@@ -194,6 +194,25 @@ def test_communication_ratios_prune_expert_branches():
     assert "all-to-all is" in reasons(report)["TP8 EP4"]
 
 
+@pytest.mark.parametrize("over", [0.99, 1.01])
+def test_a_communication_ratio_prunes_just_above_its_threshold(over):
+    config = grp_config(arch=QWEN3_30B_A3B)
+    model = cost_models(config, Calibration(hardware="", model="")).train
+    tensor, expert = model.tensor_comm_ratio(8), model.expert_comm_ratio(4, 8)
+    planner = {
+        "allowed_train_tp": [4, 8],
+        "allowed_train_ep": [1, 8],
+        "train_comm_compute_ratio_threshold": tensor / over,
+        "train_ep_comm_compute_ratio_threshold": expert / over,
+    }
+    found = reasons(plan(grp_config(arch=QWEN3_30B_A3B, planner=planner), only_built=False))
+    assert ("TP8" in found) == (over > 1)
+    assert ("TP4 EP8" in found) == (over > 1)
+    if over > 1:
+        assert found["TP8"].startswith(f"communication is {tensor:.2f} of computation, over ")
+        assert found["TP4 EP8"].startswith(f"all-to-all is {expert:.2f} of computation, over ")
+
+
 def test_expert_parallelism_is_searched_for_mixtures_and_must_divide_the_experts():
     config = grp_config(
         arch=QWEN3_30B_A3B,

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,26 @@ def test_tracks_of_one_process_become_named_threads(tmp_path):
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert threads == {1: "vllm-0", 2: "vllm-1"}
     assert [e["tid"] for e in events if e["ph"] == "X"] == [1, 2]
+
+
+def test_a_line_that_the_disk_cut_short_costs_only_itself(tmp_path, monkeypatch):
+    path = trace_path(tmp_path, 0)
+    writer = SpanWriter(path, rank=0, run_id="r")
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, content: write(fd, content[:20]))
+    writer.record("grpo_update", 1.0, 2.0, step=1)
+    monkeypatch.setattr(os, "write", write)
+    writer.record("grpo_update", 2.0, 3.0, step=2)
+    writer.record("grpo_update", 3.0, 4.0, step=3)
+    ((_, spans),) = read_trace(path)
+    assert [span.args["step"] for span in spans] == [2, 3]
+    assert writer.num_lost == 1
+
+
+def test_every_phase_is_in_the_documented_table():
+    page = (Path(__file__).parents[2] / "docs/phase-traces.md").read_text()
+    documented = re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)
+    assert sorted(documented) == sorted(Phase)
 
 
 def test_what_is_no_trace_is_named(tmp_path):
