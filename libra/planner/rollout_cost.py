@@ -23,7 +23,8 @@ from libra.planner.demand import Demand
 
 _LATE_STARTERS = 1.15
 """Steps of an instance whose requests wait for room, over token-steps by capacity: those that start
-late end late, and leave the cache half empty. 1.10 to 1.21 in the simulated engine."""
+late end late, and leave the cache half empty. One number for what depends on the load: see
+docs/decisions/0008-planner-cost-model.md for its error."""
 
 
 class InstanceCost(msgspec.Struct, frozen=True, kw_only=True):

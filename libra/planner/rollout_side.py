@@ -1,6 +1,7 @@
 """The rollout half of a split: instances for a number of GPUs, and what they need for the work."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Final
 
 import msgspec
@@ -12,9 +13,10 @@ from libra.planner.pace import RolloutPace, TrainPace, step_seconds
 from libra.planner.rollout_cost import InstanceCost, Workload
 from libra.planner.spread import spread_over, spreads
 
-WASTE: Final = 1.10
+_WASTE: Final = 1.10
 """Over what is trained on. Batches are made of the groups that end first, so where rollout sets the
-pace long ones are passed over and dropped as stale: 4 to 15 % of the trajectories, simulated."""
+pace long ones are passed over and dropped as stale: 4 to 15 % of the trajectories, simulated
+(docs/decisions/0008-planner-cost-model.md)."""
 
 _ONE_BATCH_TOLERANCE = 1e-3
 _ALIKE = 1.005
@@ -108,7 +110,7 @@ class RolloutSide(msgspec.Struct, frozen=True, kw_only=True):
             all_batches_s=layout.makespan_s,
             num_batches=self.terms.num_batches,
             max_staleness=self.terms.max_staleness,
-            waste_factor=1.0 if self.lengths_known else WASTE,
+            waste_factor=1.0 if self.lengths_known else waste_factor(self.terms.max_staleness),
             pause_s=self.terms.pause_s_of(layout.tp_degrees),
         )
 
@@ -138,6 +140,11 @@ class RolloutSide(msgspec.Struct, frozen=True, kw_only=True):
         """Degrees that divide the node always find a place; only others are laid out in order."""
         divides = all(self.node_gpus % cost.tp == 0 for cost in self.costs)
         return 0 if divides else self.node_gpus
+
+
+def waste_factor(max_staleness: float) -> float:
+    """Rollout's work over what is trained on. Nothing grows stale on-policy, or without syncs."""
+    return _WASTE if 0 < max_staleness < inf else 1.0
 
 
 def _placeable(

@@ -25,7 +25,7 @@ from libra.planner.pruning import Pruned, PruneLog
 from libra.planner.report import Estimate, Option, PlanReport
 from libra.planner.rollout_cost import workload_of
 from libra.planner.rollout_search import instance_costs
-from libra.planner.rollout_side import WASTE, PaceTerms, RolloutSide
+from libra.planner.rollout_side import PaceTerms, RolloutSide, waste_factor
 from libra.planner.spread import spread_over
 from libra.planner.train_cost import TrainWork
 from libra.planner.train_layout import TrainLayout
@@ -400,7 +400,7 @@ def _configured(config: RunConfig, demand: Demand, calibration: Calibration | No
                 all_batches_s=rollout.makespan_s,
                 num_batches=terms.num_batches,
                 max_staleness=terms.max_staleness,
-                waste_factor=WASTE,
+                waste_factor=waste_factor(terms.max_staleness),
                 pause_s=terms.pause_s_of(tps),
             ),
         )

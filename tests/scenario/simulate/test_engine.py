@@ -1,5 +1,7 @@
 from math import inf
+from statistics import mean
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,6 +9,9 @@ from hypothesis import strategies as st
 from libra.ids import PolicyVersion, PromptId, TrajectoryId
 from libra.planner.rollout_cost import InstanceCost, Workload, block_seconds
 from libra.simulate.engine import Engine, EngineRequest
+
+UNFITTED_SEEDS = (301, 302, 303, 304)
+"""None of the planner's constants was fitted to these."""
 
 
 def cost(**changes):
@@ -81,6 +86,35 @@ def test_a_full_cache_takes_at_least_what_the_planner_says_and_not_much_more():
     work = Workload([(50, length) for length in lengths])
     assert 0.9 < ended_at / block_seconds(tight, work, 0, len(work)) < 1.6
     assert engine.counts().num_preemptions > 0
+
+
+def test_instances_with_a_queue_take_what_the_closed_form_says_within_bounds():
+    over = [
+        crowded_over_estimate(seed, sigma, crowding)
+        for seed in UNFITTED_SEEDS
+        for sigma in (0.5, 0.8, 1.2)
+        for crowding in (2, 4, 8)
+    ]
+    assert min(over) > 0.9
+    assert max(over) < 1.5
+    assert mean(over) == pytest.approx(1.1, abs=0.05)
+
+
+def crowded_over_estimate(seed, sigma, crowding):
+    """Simulated over estimated time of requests that need the cache `crowding` times over."""
+    drawn = np.random.default_rng(seed).standard_normal(120)
+    responses = np.exp(6 - sigma**2 / 2 + sigma * drawn).round().clip(1, 4000)
+    lengths = [int(response) for response in responses]
+    needed = sum(100 + length / 2 for length in lengths)
+    # Steps alone take time.
+    tight = cost(
+        capacity_tokens=int(max(needed / crowding, 4200)), cached_token_s=0.0, compute_s=0.0
+    )
+    engine = Engine(tight)
+    for index, length in enumerate(lengths):
+        engine.submit(request(f"r{index}", prompt=100, response=length))
+    work = Workload([(100, length) for length in lengths])
+    return run(engine)[-1][0] / block_seconds(tight, work, 0, len(work))
 
 
 def test_preempted_requests_finish_with_all_their_tokens():
