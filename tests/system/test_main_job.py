@@ -468,9 +468,7 @@ def test_a_job_without_a_disk_for_weights_survives_a_server_and_is_resumed(tmp_p
     assert versions == list(range(len(versions)))
     assert max(r["probe_difference"] for r in committed) < 1e-4
     last = job.steps()[-1]["step"]
-    again = Job(
-        run_dir, quickstart, *options, "-o", f"total_steps={last + 2}", verb=("run", "--resume")
-    )
+    again = Job(run_dir, quickstart, *options, "-o", f"total_steps={last + 2}", "--resume")
     assert again.wait(900) == 0, again.said()
     # The engines began with the base model: the restored version was sent to them.
     of_second_life = read_lines(run_dir / "reloads.jsonl")[len(reloads) :]
