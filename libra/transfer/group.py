@@ -114,13 +114,17 @@ class Group:
 
     def __init__(self, backend: Any, signals: Signals) -> None:
         self._backend = backend
+        self._under_way: list[Any] = []
         self.signals = signals
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """Begin to send from rank 0, or to receive into `tensor`; returns what `wait` takes."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        return self._backend.broadcast([tensor], options)
+        self._under_way = [work for work in self._under_way if not work.is_completed()]
+        work = self._backend.broadcast([tensor], options)
+        self._under_way.append(work)
+        return work
 
     def wait(self, work: Any, *, stall_s: float, beat: Beat) -> None:
         """Return when `work` is done. Raises TransferAbortedError."""
@@ -143,9 +147,16 @@ class Group:
     def close(self) -> None:
         """Break the connections, so that peers that still wait for us do not."""
         backend, self._backend = self._backend, None
-        if backend is not None:
-            # Its end waits for operations under way, up to their timeout.
-            threading.Thread(target=_destroy, args=([backend],), daemon=True).start()
+        if backend is None:
+            return
+        _LEFT[:] = [it for it in _LEFT if not all(work.is_completed() for work in it[1])]
+        _LEFT.append((backend, self._under_way))
+        threading.Thread(target=_abort, args=(backend,), daemon=True).start()
+
+
+_LEFT: list[tuple[Any, list[Any]]] = []
+"""Backends with what was under way when they were left. To delete one waits for that, up to its
+timeout, and holds the interpreter's lock meanwhile: so it is done when nothing is under way."""
 
 
 class Place(NamedTuple):
@@ -213,8 +224,7 @@ def _nccl(store: Any, place: Place, stall_s: float) -> Any:
     return backend
 
 
-def _destroy(held: list[Any]) -> None:
-    backend = held.pop()
+def _abort(backend: Any) -> None:
     with suppress(RuntimeError):
         backend.abort()
 
