@@ -58,6 +58,7 @@ _LONGEST_GRACE_S: Final = 5.0
 _TORCHRUN_LEAVES_S: Final = 1.0
 _FINAL_EXIT_CODES: Final = (2, 5, 6)
 _CHILD_FAILED: Final = 4
+_NUM_SHOWN_LINES: Final = 20
 
 GangEvent: TypeAlias = ChildEvent | GangReady | RankSaid | GangLost | GangGaveUp
 Choose: TypeAlias = Callable[[int], Awaitable[Path | None]]
@@ -155,8 +156,12 @@ class Gang:
         if isinstance(event, ChildRestartScheduled):
             await self._post(GangLost(self.attempt, self._supervision.status().last_error))
         elif isinstance(event, ChildGaveUp):
-            reason = f"{event.reason}; first cause: {event.first_cause}"
-            await self._post(GangGaveUp(self._hooks.exit_code, reason))
+            reason = (
+                f"the trainer failed {event.num_failures} times and was given up "
+                f"({event.reason}); first cause: {event.first_cause}"
+            )
+            lines = "\n".join(("", *event.last_lines[-_NUM_SHOWN_LINES:]))
+            await self._post(GangGaveUp(self._hooks.exit_code, f"{reason}{lines}"))
 
 
 def gang_deadlines(config: SupervisionConfig) -> Deadlines:

@@ -147,7 +147,11 @@ async def test_an_error_that_a_restart_cannot_cure_ends_the_run_with_its_code(
                 await gang.broadcast(STEP)
         (gave_up,) = of(place, GangGaveUp)
         assert gave_up.exit_code == exit_code
-        assert "rank 0 failed: loss is not finite" in gave_up.reason
+        said = f"the trainer failed {num_starts} times and was given up"
+        assert gave_up.reason.startswith(said)
+        first, *last_lines = gave_up.reason.split("\n")
+        assert first.endswith("first cause: rank 0 failed: loss is not finite")
+        assert any("Root Cause" in line for line in last_lines), "and what was printed last"
         assert len(of(place, ChildStarted)) == num_starts
 
 
