@@ -179,7 +179,11 @@ class Control:
         self.pool.on_gave_up(instance_id, event.reason, now=at.now)
         left = self.pool.num_possible_gpus
         if left >= self._policy.min_rollout_gpus:
-            said = {"instance": instance_id, "why": event.reason, "cause": event.first_cause}
+            said: dict[str, object] = {
+                "instance": instance_id,
+                "why": event.reason,
+                "cause": event.first_cause,
+            }
             return (commands.Unroute(instance_id), commands.Say("instance_given_up", said, True))
         lines = "\n".join(event.last_lines[-20:])
         reason = (
