@@ -48,7 +48,6 @@ PLANNER: Final = "global_resource_planner"
 ROLLOUT: Final = "heterogeneous_rollout"
 
 NOT_YET: Final = (
-    Gap("rollout_weight_sync_mode", "native weight transfer is not built", _is("nccl")),
     *_gaps(
         PLANNER,
         "runtime_dynamic_reconfiguration_enabled runtime_online_replanning "

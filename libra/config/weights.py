@@ -17,7 +17,7 @@ class WeightsConfig(Config, frozen=True, kw_only=True):
 
     rollout_weight_sync_mode: Literal["none", "restart", "nccl"] = "restart"
     """`restart`: one reload request per version through a checkpoint on disk; `nccl`: vLLM's native
-    weight transfer; `none`: never."""
+    weight transfer from the ranks' memory, over NCCL, or gloo on CPU; `none`: never."""
 
     rollout_weight_reload_method: ReloadMethod = "inplace"
     """`restart` replaces the server process; `inplace` refreshes the resident workers."""

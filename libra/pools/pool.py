@@ -102,6 +102,16 @@ class RolloutPool:
             return
         self._set(moved(member, MemberState.QUARANTINED, now=now, version=None, last_error=error))
 
+    def on_reload_aborted(self, instance_id: InstanceId, error: str, *, now: float) -> None:
+        """It lost new weights by another's fault: it answers about itself, but for no policy."""
+        member = self._members[instance_id]
+        if member.state in _UNUSABLE:
+            return
+        if member.state is MemberState.STALE:
+            self._set(msgspec.structs.replace(member, version=None, last_error=error))
+            return
+        self._set(moved(member, MemberState.STALE, now=now, version=None, last_error=error))
+
     def on_suspected(self, instance_id: InstanceId, reason: str, *, now: float) -> None:
         """It runs and does not do its work, so it is being ended: out of routing from here on."""
         member = self._members[instance_id]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
+import msgspec
 
 from libra.config.weights import PauseMode
 from libra.errors import PeerError, RefusedError
@@ -19,8 +20,9 @@ from libra.serving.answer_record import CURRENT_ANSWER, AnswerRecord, EngineRequ
 from libra.serving.gate import Gate
 from libra.serving.ledger import VersionLedger
 from libra.serving.plugin import BEGIN_VERSION, COUNT_TOKENS
-from libra.serving.worker import REFRESH_TIED_HEADS
-from libra.wire.instance import TOKEN_IDS_ONLY
+from libra.serving.worker import JOIN_TRANSFER, RECEIVE_WEIGHTS, REFRESH_TIED_HEADS
+from libra.transfer.outcome import joint_checksum
+from libra.wire.instance import TOKEN_IDS_ONLY, WeightsTransfer
 
 # Below every other request's priority number: the probe is the first to be scheduled.
 PROBE_PRIORITY = -(2**31)
@@ -44,6 +46,14 @@ class Engine(Protocol):
         ...
 
     async def load(self, directory: Path) -> None: ...
+
+    async def join_transfer(self, transfer: WeightsTransfer, *, rank_offset: int) -> None:
+        """Raises PeerError, or TransferAbortedError when another member failed."""
+        ...
+
+    async def receive(self, transfer: WeightsTransfer, *, nonce: str) -> str:
+        """Load what comes through the group; returns its checksum. Raises as `join_transfer`."""
+        ...
 
     async def reset_caches(self) -> None: ...
 
@@ -99,6 +109,19 @@ class VllmEngine:
         await self._client.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
         if self.has_tied_embeddings:
             await self._client.collective_rpc(REFRESH_TIED_HEADS)
+
+    async def join_transfer(self, transfer: WeightsTransfer, *, rank_offset: int) -> None:
+        content = msgspec.msgpack.encode(transfer)
+        arguments = {"transfer": content, "rank_offset": rank_offset}
+        joint_checksum(await self._client.collective_rpc(JOIN_TRANSFER, kwargs=arguments))
+
+    async def receive(self, transfer: WeightsTransfer, *, nonce: str) -> str:
+        arguments = {"transfer": msgspec.msgpack.encode(transfer), "nonce": nonce}
+        answers = await self._client.collective_rpc(RECEIVE_WEIGHTS, kwargs=arguments)
+        checksum = joint_checksum(answers)
+        if self.has_tied_embeddings:
+            await self._client.collective_rpc(REFRESH_TIED_HEADS)
+        return checksum
 
     async def reset_caches(self) -> None:
         await self._client.reset_mm_cache()

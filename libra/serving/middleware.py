@@ -76,7 +76,9 @@ WEIGHT_ROUTES = frozenset(
 )
 """Routes after which nobody can say which weights answer, until a guarded reload succeeds."""
 
-MAX_RELOAD_BYTES = 2**20
+MAX_RELOAD_BYTES = 2**24
+"""A transfer names every tensor: 100 bytes each, of models with 100 000."""
+
 BAD_REQUEST, UNAUTHORIZED, UNAVAILABLE = 400, 401, 503
 POLICY_VIOLATION = 1008
 

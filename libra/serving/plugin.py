@@ -1,4 +1,4 @@
-"""vLLM general plugin: what the engine process must do itself, added to its EngineCore.
+"""vLLM general plugin: methods of the engine process, and the engine of weight transfers.
 
 vLLM loads it in every process through the entry point in `plugin_path/`. It uses only
 `EngineCore.scheduler.requests` and `Request.num_output_tokens`, which vLLM 0.22 and 0.32 both
@@ -9,12 +9,22 @@ from typing import Any
 
 BEGIN_VERSION = "libra_begin_version"
 COUNT_TOKENS = "libra_count_tokens"
+TRANSFER_BACKEND = "libra"
+"""Its name in `--weight-transfer-config`."""
 
 
 def register() -> None:
     """Add the methods once per process; vLLM may call this several times."""
+    from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415 - only where vLLM is
+        WeightTransferEngineFactory,
+    )
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - only where vLLM is
 
+    if not hasattr(EngineCore, BEGIN_VERSION):
+        # By name: torch and the group's code are loaded only where weights are transferred.
+        WeightTransferEngineFactory.register_engine(
+            TRANSFER_BACKEND, "libra.serving.transfer_engine", "TransferEngine"
+        )
     setattr(EngineCore, BEGIN_VERSION, begin_version)
     setattr(EngineCore, COUNT_TOKENS, count_tokens)
 

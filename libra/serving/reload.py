@@ -5,12 +5,13 @@ are proven loaded.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import msgspec
 
 from libra.errors import DataError, LibraError, PeerError, RejectedError
@@ -23,9 +24,16 @@ from libra.storage.arrival import when_visible
 from libra.storage.manifests import names_in, read_manifest, verify_structure, verify_weights
 from libra.storage.receipt import holds
 from libra.storage.safetensors import model_tensors
+from libra.transfer.outcome import TransferAbortedError
 from libra.weights.compatibility import incompatibilities
 from libra.weights.manifest import TensorEntry, WeightsManifest
-from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest, WeightsReceipt
+from libra.wire.instance import (
+    InstanceState,
+    ReloadAck,
+    ReloadRequest,
+    WeightsReceipt,
+    WeightsTransfer,
+)
 
 PROBE_TIMEOUT_S = 120.0
 MIN_PROBE_TOKENS = 2
@@ -42,6 +50,7 @@ class Measured:
         self.model_load_s = 0.0
         self.verified: list[str] = []
         self.probe_logprobs: tuple[float, ...] = ()
+        self.checksum = ""
 
     @property
     def total_s(self) -> float:
@@ -58,7 +67,7 @@ class Measured:
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """Weights that may be loaded."""
+    """Files that may be loaded."""
 
     manifest: WeightsManifest
     receipt: WeightsReceipt | None
@@ -89,6 +98,7 @@ class GuardedReload:
         self._is_replacing = False
         self._manifest_hash = identity.served_manifest_hash
         self._loaded: Sequence[TensorEntry] | None = None
+        self._group_id: str | None = None
         # The base model may be of another dtype than what is trained; published versions not.
         self._may_cast = identity.served_manifest_hash is None
 
@@ -120,12 +130,60 @@ class GuardedReload:
         async with self._lock:
             measured.end_lock_wait()
             try:
-                directory = self._checked_directory(request)
-                checked = await self._check(request, directory, measured)
-                await self._replace(request, directory, checked, measured)
+                self._check_request(request)
+                if request.transfer is None:
+                    await self._from_files(request, measured)
+                else:
+                    await self._by_transfer(request, request.transfer, measured)
             except LibraError as exc:
-                return self._ack(request, measured, error=str(exc))
+                return self._ack(request, measured, error=exc)
             return self._ack(request, measured, error=None)
+
+    async def _from_files(self, request: ReloadRequest, measured: Measured) -> None:
+        directory = self._checked_directory(request)
+        checked = await self._check(request, directory, measured)
+
+        async def load() -> None:
+            await self._engine.load(directory)
+            _check_unchanged(directory, checked)
+
+        await self._replace(request, load, checked.manifest.tensors, measured)
+
+    async def _by_transfer(
+        self, request: ReloadRequest, transfer: WeightsTransfer, measured: Measured
+    ) -> None:
+        tensors = tuple(
+            TensorEntry(name=it.name, dtype=it.dtype, shape=it.shape, file="")
+            for it in transfer.tensors
+        )
+        if transfer.tied_embeddings != self._engine.has_tied_embeddings:
+            raise DataError("trainer and server do not agree on tied embeddings")
+        await anyio.to_thread.run_sync(
+            partial(self._check_fit, "the transfer", tensors, tied=transfer.tied_embeddings)
+        )
+        measured.verified.append("tensors")
+        await self._join(transfer)
+
+        async def load() -> None:
+            measured.checksum = await self._engine.receive(transfer, nonce=request.nonce)
+            measured.verified.append("checksum")
+
+        try:
+            await self._replace(request, load, tensors, measured)
+        except BaseException:
+            self._group_id = None
+            raise
+
+    async def _join(self, transfer: WeightsTransfer) -> None:
+        """Join the group unless it is the one that served before; the server is not paused yet."""
+        if transfer.group_id == self._group_id:
+            return
+        self._group_id = None
+        offset = transfer.rank_offset_of.get(self._identity.instance_id)
+        if offset is None:
+            raise RejectedError(f"{self._identity.instance_id} has no rank in the transfer's group")
+        await self._engine.join_transfer(transfer, rank_offset=offset)
+        self._group_id = transfer.group_id
 
     async def _check(self, request: ReloadRequest, directory: Path, measured: Measured) -> Checked:
         try:
@@ -140,7 +198,7 @@ class GuardedReload:
             raise DataError(f"{directory} cannot be read: {exc}") from exc
         return checked
 
-    def _checked_directory(self, request: ReloadRequest) -> Path:
+    def _check_request(self, request: ReloadRequest) -> None:
         if request.run_id != self._identity.run_id:
             raise RejectedError(
                 f"the request is of run {request.run_id}; this server is of {self._identity.run_id}"
@@ -153,6 +211,8 @@ class GuardedReload:
                 f"v{request.policy_version} is not newer than the loaded v{loaded}; force it to "
                 "load it all the same"
             )
+
+    def _checked_directory(self, request: ReloadRequest) -> Path:
         directory = Path(request.weights_directory).resolve()
         root = self._identity.weights_directory
         if not directory.is_relative_to(root) or directory == root:
@@ -182,27 +242,24 @@ class GuardedReload:
             verify_structure(directory, manifest)
         else:
             receipt = verify_weights(directory, manifest)
-        self._check_fit(directory, manifest)
+        self._check_fit(str(directory), manifest.tensors, tied=manifest.tied_embeddings)
         return Checked(manifest, receipt, is_spared)
 
-    def _check_fit(self, directory: Path, manifest: WeightsManifest) -> None:
+    def _check_fit(self, what: str, tensors: Sequence[TensorEntry], *, tied: bool) -> None:
         if self._loaded is None:
             self._loaded = model_tensors(self._engine.base_directory)
         problems = incompatibilities(
-            self._loaded,
-            manifest.tensors,
-            tied_embeddings=manifest.tied_embeddings,
-            may_cast=self._may_cast,
+            self._loaded, tensors, tied_embeddings=tied, may_cast=self._may_cast
         )
         if problems:
             shown = "; ".join(problems[:MAX_PROBLEMS_SHOWN])
-            raise DataError(f"{directory} does not fit the loaded model: {shown}")
+            raise DataError(f"{what} does not fit the loaded model: {shown}")
 
     async def _replace(
         self,
         request: ReloadRequest,
-        directory: Path,
-        checked: Checked,
+        load: Callable[[], Awaitable[None]],
+        tensors: Sequence[TensorEntry],
         measured: Measured,
     ) -> None:
         await self._gate.close()
@@ -210,8 +267,7 @@ class GuardedReload:
         try:
             await self._engine.pause(request.pause_mode)
             with measured.loading():
-                await self._engine.load(directory)
-            _check_unchanged(directory, checked)
+                await load()
             measured.verified.append("load")
             await self._engine.reset_caches()
             counts = await self._engine.begin_version(request.policy_version)
@@ -220,6 +276,8 @@ class GuardedReload:
             measured.verified.append("probe")
         except BaseException as exc:
             await self._give_up(request.policy_version, exc)
+            if isinstance(exc, TransferAbortedError):
+                raise
             if isinstance(exc, Exception):
                 raise PeerError(f"loading v{request.policy_version} failed: {exc!r}") from exc
             raise
@@ -227,7 +285,7 @@ class GuardedReload:
             self._is_replacing = False
         self._ledger.prove()
         self._manifest_hash = request.manifest_hash
-        self._loaded, self._may_cast = checked.manifest.tensors, False
+        self._loaded, self._may_cast = tensors, False
         self._gate.open()
 
     async def _probe(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -246,7 +304,9 @@ class GuardedReload:
             with suppress(Exception):
                 await self._engine.pause("abort")
 
-    def _ack(self, request: ReloadRequest, measured: Measured, *, error: str | None) -> ReloadAck:
+    def _ack(
+        self, request: ReloadRequest, measured: Measured, *, error: LibraError | None
+    ) -> ReloadAck:
         total_s = measured.total_s
         return ReloadAck(
             instance_id=self._identity.instance_id,
@@ -263,7 +323,9 @@ class GuardedReload:
             manifest_hash=request.manifest_hash,
             verified=tuple(measured.verified),
             probe_logprobs=measured.probe_logprobs,
-            error=error,
+            checksum=measured.checksum,
+            error=None if error is None else str(error),
+            was_aborted=isinstance(error, TransferAbortedError),
         )
 
 

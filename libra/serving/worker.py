@@ -3,9 +3,15 @@
 Named by `--worker-extension-cls`; methods are called by name with `collective_rpc`.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from libra.transfer.outcome import TransferOutcome, outcome_of
+
 REFRESH_TIED_HEADS = "libra_refresh_tied_heads"
+JOIN_TRANSFER = "libra_join_transfer"
+RECEIVE_WEIGHTS = "libra_receive_weights"
 
 
 class WorkerExtension:
@@ -34,6 +40,51 @@ class WorkerExtension:
         for head in heads:
             _refresh(head, embeddings)
         return len(heads)
+
+    # Both answer instead of raising: one worker's error would hide what the others say.
+
+    def libra_join_transfer(self, transfer: bytes, rank_offset: int) -> dict[str, Any]:
+        """Join a group, as `libra.serving.transfer_engine.JoinInfo`; see TransferOutcome."""
+        return self._libra_tried(partial(self._libra_join, transfer, rank_offset))
+
+    def libra_receive_weights(self, transfer: bytes, nonce: str) -> dict[str, Any]:
+        """Receive a version and load it; see TransferOutcome.
+
+        After a failure the weights may be anything, and can be loaded again.
+        """
+        return self._libra_tried(partial(self._libra_receive, transfer, nonce))
+
+    def _libra_join(self, transfer: bytes, rank_offset: int) -> str:
+        self.init_weight_transfer_engine({"transfer": transfer, "rank_offset": rank_offset})  # type: ignore[attr-defined]
+        return ""
+
+    def _libra_receive(self, transfer: bytes, nonce: str) -> str:
+        self.start_weight_update()  # type: ignore[attr-defined]
+        try:
+            self.update_weights({"transfer": transfer, "nonce": nonce})  # type: ignore[attr-defined]
+        except BaseException:
+            self._libra_end_update()
+            raise
+        self.finish_weight_update()  # type: ignore[attr-defined]
+        checksum: str = self.weight_transfer_engine.checksum  # type: ignore[attr-defined]
+        return checksum
+
+    def _libra_end_update(self) -> None:
+        """Bring layers that got a part of their weights to where the next load can begin.
+
+        Else the next one would count that part as its own, and leave it in place.
+        """
+        # vLLM 0.32 takes its own note away when it raises, 0.22 leaves it.
+        self._weight_update_active = True
+        self.finish_weight_update()  # type: ignore[attr-defined]
+
+    def _libra_tried(self, work: Callable[[], str]) -> dict[str, Any]:
+        try:
+            return TransferOutcome(checksum=work()).as_builtins()
+        except Exception as error:  # noqa: BLE001 - the top of the call; the server says it
+            failed = outcome_of(error)
+            self.weight_transfer_engine.abort(failed.error)  # type: ignore[attr-defined]
+            return failed.as_builtins()
 
 
 def _refresh(head: Any, embeddings: set[int]) -> None:

@@ -18,7 +18,7 @@ Loss: TypeAlias = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, LossS
 """float32[2, n] logprobs and entropies of a micro-batch -> its share of the loss, and sums."""
 
 Beat: TypeAlias = Callable[[], None]
-"""Called at every micro-batch: the rank is alive."""
+"""Called at every micro-batch or parameter: the rank is alive."""
 
 
 class HfTensor(NamedTuple):
@@ -101,10 +101,14 @@ class TrainBackend(Scorer, Protocol):
         A norm that is NaN or infinite leaves weights and optimizer state untouched, on every rank.
         """
 
-    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and tensor, on the CPU, of the whole model on rank 0; nothing elsewhere.
+    def has_finite_weights(self) -> bool:
+        """Whether every value that this rank holds is finite."""
 
-        Every rank must run it to the end.
+    def hf_tensors(self, *, beat: Beat, to_cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor of the whole model on rank 0; nothing elsewhere.
+
+        On the CPU, or without `to_cpu` where the model is. Every rank must run it to the end, and
+        calls `beat` before every parameter.
         """
 
     def stage(self, directory: Path) -> StagedState:

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from libra.errors import DataError, InvariantError
 from libra.storage.safetensors import model_tensors
 from libra.trainer.architecture import Architecture
+from libra.trainer.backend import Beat
 from libra.trainer.model import bare
 from libra.trainer.tensor_map import (
     Rule,
@@ -148,9 +149,9 @@ class _OpenFiles:
 
 
 def gather_hf_tensors(
-    model: torch.nn.Module, architecture: Architecture, world: World
+    model: torch.nn.Module, architecture: Architecture, world: World, *, beat: Beat, to_cpu: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor on the CPU) of the whole model on rank 0; nothing on other ranks.
+    """Yield (name, tensor) of the whole model on rank 0; nothing on other ranks.
 
     Every rank must run it to the end. One parameter is in flight at a time, so rank 0 needs room
     for the largest one only. Order and names are those of `model_rules`.
@@ -159,6 +160,7 @@ def gather_hf_tensors(
     here = {rule.parameter: p for rule, p in local_parameters(model, architecture, world)}
     dtype = next(model.parameters()).dtype
     for rule in model_rules(architecture):
+        beat()
         stage = _stage_of(rule, layers_per_stage, world.sizes.pipeline)
         owner = _first_owner(rule, stage, architecture, world)
         tensors: list[torch.Tensor] = []
@@ -168,7 +170,8 @@ def gather_hf_tensors(
         if owner:
             tensors = _moved_to_rank_0(tensors, rule, world, source_rank=owner, dtype=dtype)
         if world.at.rank == 0:
-            yield from zip((s.name for s in rule.sources), (t.cpu() for t in tensors), strict=True)
+            given = (t.cpu() for t in tensors) if to_cpu else tensors
+            yield from zip((s.name for s in rule.sources), given, strict=True)
 
 
 def _stage_of(rule: Rule, layers_per_stage: int, num_stages: int) -> int:

@@ -20,11 +20,14 @@ import msgspec
 from libra.errors import PeerError, SiteError
 from libra.wire.framing import FrameDecoder, encode_frame
 from libra.wire.rank import (
+    AbortTransfer,
     ExportWeights,
     JudgeAcks,
+    OfferWeights,
     RankCommand,
     RankEvent,
     SaveCheckpoint,
+    SendWeights,
     Shutdown,
     TrainStep,
 )
@@ -37,7 +40,9 @@ RECEIVE_BYTES = 1 << 20
 PIPE_BYTES = 1 << 20
 
 
-MainCommand: TypeAlias = TrainStep | ExportWeights | SaveCheckpoint | Shutdown
+MainCommand: TypeAlias = (
+    TrainStep | ExportWeights | OfferWeights | SendWeights | SaveCheckpoint | Shutdown
+)
 """What the main thread does, in the order in which it comes."""
 
 
@@ -62,6 +67,7 @@ class Link:
             ) from error
         self._commands: queue.SimpleQueue[MainCommand | Exception | None] = queue.SimpleQueue()
         self._ack_batches: queue.SimpleQueue[JudgeAcks | None] = queue.SimpleQueue()
+        self._aborted: dict[str, str] = {}
         self._decode = msgspec.msgpack.Decoder(RankCommand).decode
         self._writing = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="link", daemon=True)
@@ -83,6 +89,10 @@ class Link:
     def receive_acks(self) -> JudgeAcks | None:
         """The next batch of ACKs to judge; blocks. None when there will be none."""
         return self._ack_batches.get()
+
+    def abort_reason(self, group_id: str) -> str | None:
+        """Why the supervisor wants the transfers of a group ended; None when it does not."""
+        return self._aborted.get(group_id)
 
     def interrupt(self, error: Exception) -> None:
         """Have `receive` raise `error`: it happened in a thread that nobody waits for."""
@@ -125,6 +135,10 @@ class Link:
                     command = self._decode(frame)
                     if isinstance(command, JudgeAcks):
                         self._ack_batches.put(command)
+                        continue
+                    if isinstance(command, AbortTransfer):
+                        # The main thread looks at it while it waits for others.
+                        self._aborted[command.group_id] = command.reason
                         continue
                     self._commands.put(command)
                     if isinstance(command, Shutdown):

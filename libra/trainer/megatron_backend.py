@@ -21,7 +21,7 @@ from libra.trainer.model import build_model, seed_everything, with_gradients
 from libra.trainer.optimizer import build_optimizer, step_if_finite
 from libra.trainer.pipeline import Pipeline
 from libra.trainer.tensor_map import model_rules
-from libra.trainer.world import World
+from libra.trainer.world import World, are_finite
 
 
 class MegatronBackend:
@@ -103,8 +103,13 @@ class MegatronBackend:
     def step_if_finite(self, *, learning_rate: float) -> tuple[float, bool]:
         return step_if_finite(self.optimizer, learning_rate=learning_rate)
 
-    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return gather_hf_tensors(self.model, self.architecture, self._world)
+    def has_finite_weights(self) -> bool:
+        return are_finite(parameter.detach() for parameter in self.model.parameters())
+
+    def hf_tensors(self, *, beat: Beat, to_cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        return gather_hf_tensors(
+            self.model, self.architecture, self._world, beat=beat, to_cpu=to_cpu
+        )
 
     def stage(self, directory: Path) -> StagedState:
         return megatron_checkpoint.stage(self.model, self.optimizer, directory)

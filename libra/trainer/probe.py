@@ -56,20 +56,30 @@ def probe_logprobs(trainer: Trainer, token_ids: Sequence[int]) -> tuple[float, .
     return tuple(sum_over_world(trainer.world, own.tolist()))
 
 
-def judge(command: JudgeAcks, config: RunConfig) -> AcksJudged:
-    """Judge an ACK batch against the request and the probe stored with its weights."""
-    path = Path(command.request.weights_directory) / PROBE_NAME
+def stored_probe(directory: Path) -> Probe:
+    """Read what an export has left with its weights. Raises DataError."""
+    path = directory / PROBE_NAME
     try:
-        probe = msgspec.json.decode(path.read_bytes(), type=Probe)
+        return msgspec.json.decode(path.read_bytes(), type=Probe)
     except (OSError, msgspec.MsgspecError) as error:
         raise DataError(f"{path}: cannot judge an engine by these weights: {error}") from error
+
+
+def judge(
+    command: JudgeAcks, probe: Probe, config: RunConfig, *, checksum: str | None = None
+) -> AcksJudged:
+    """Judge an ACK batch against the request and what was computed when its weights were given out.
+
+    `checksum` is of a transfer.
+    """
     if probe.token_ids != command.request.probe_token_ids:
-        raise InvariantError(f"{path}: the reload request probes with other tokens")
+        raise InvariantError("the reload request probes with other tokens than the trainer did")
     return judge_acks(
         command.request,
         command.acks,
         trainer_probe_logprobs=probe.logprobs,
         probe_tolerance=probe_tolerance(config),
+        checksum=checksum,
     )
 
 

@@ -48,8 +48,7 @@ def export_weights(trainer: Trainer, command: ExportWeights) -> WeightsExported 
         token_ids=command.probe_token_ids,
         logprobs=probe_logprobs(trainer, command.probe_token_ids),
     )
-    trainer.learner.beat("export")
-    tensors = trainer.backend.hf_tensors()
+    tensors = trainer.backend.hf_tensors(beat=lambda: trainer.learner.beat("export"))
     if trainer.world.at.rank:
         for _ in tensors:
             raise InvariantError("only rank 0 may be given whole tensors")

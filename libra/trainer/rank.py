@@ -14,8 +14,9 @@ from libra.trainer.checkpoint import restore_checkpoint, stage_checkpoint
 from libra.trainer.dry_run import probe_recompute
 from libra.trainer.identity import RankIdentity
 from libra.trainer.link import Link, MainCommand
-from libra.trainer.probe import judge
+from libra.trainer.probe import judge, stored_probe
 from libra.trainer.publish import export_weights
+from libra.trainer.transfer import Transfers
 from libra.trainer.world import choose_device, join_world
 from libra.wire.rank import (
     AcksJudged,
@@ -23,15 +24,17 @@ from libra.wire.rank import (
     Heartbeat,
     JudgeAcks,
     ModelReady,
+    OfferWeights,
     RankEvent,
     SaveBegun,
     SaveCheckpoint,
+    SendWeights,
     Shutdown,
     StepTrained,
     TrainStep,
 )
 
-WorkCommand: TypeAlias = TrainStep | ExportWeights
+WorkCommand: TypeAlias = TrainStep | ExportWeights | OfferWeights | SendWeights
 
 HEARTBEAT_EVERY_S = 0.25
 """Shortest time between two heartbeats of one phase: micro-batches may take a millisecond."""
@@ -75,12 +78,15 @@ def run_rank(
     )
     link.send(ready)
     behind = BackgroundWork(on_error=link.interrupt)
-    Thread(target=_judge_acks, args=(config, identity, link, spans), daemon=True).start()
+    transfers = Transfers(trainer, abort_reason=link.abort_reason)
+    judging = (config, identity, link, transfers, spans)
+    Thread(target=_judge_acks, args=judging, daemon=True).start()
     while not isinstance(command := _next(link, spans), Shutdown):
         if isinstance(command, SaveCheckpoint):
             _begin_save(trainer, command, link, spans, behind)
-        elif (event := _answer(trainer, command, spans)) is not None:
+        elif (event := _answer(trainer, transfers, command, spans)) is not None:
             link.send(event)
+    transfers.close()
     behind.wait()
 
 
@@ -148,25 +154,39 @@ def _begin_save(
     behind.start(write, name="checkpoint")
 
 
-def _judge_acks(config: RunConfig, identity: RankIdentity, link: Link, spans: SpanWriter) -> None:
+def _judge_acks(
+    config: RunConfig,
+    identity: RankIdentity,
+    link: Link,
+    transfers: Transfers,
+    spans: SpanWriter,
+) -> None:
     """Judge beside the main thread: engines that wait for a commit must not wait for a step."""
     try:
         while (command := link.receive_acks()) is not None:
-            link.send(_verdict(command, config, identity, spans))
+            version = command.request.policy_version
+            with spans.span(Phase.JUDGE_ACKS, track="acks", version=version):
+                verdict = _verdict(command, config, identity, transfers)
+            link.send(verdict)
     except Exception as error:  # noqa: BLE001 - the top of the thread; the main one raises it
         link.interrupt(error)
 
 
 def _verdict(
-    command: JudgeAcks, config: RunConfig, identity: RankIdentity, spans: SpanWriter
+    command: JudgeAcks, config: RunConfig, identity: RankIdentity, transfers: Transfers
 ) -> AcksJudged:
     if identity.at.rank:
         raise InvariantError(f"rank {identity.at.rank} was asked to judge ACKs; only rank 0 does")
-    with spans.span(Phase.JUDGE_ACKS, track="acks", version=command.request.policy_version):
-        return judge(command, config)
+    request = command.request
+    if request.transfer is None:
+        return judge(command, stored_probe(Path(request.weights_directory)), config)
+    sent = transfers.sent(request.nonce)
+    return judge(command, sent.probe, config, checksum=sent.checksum)
 
 
-def _answer(trainer: Trainer, command: WorkCommand, spans: SpanWriter) -> RankEvent | None:
+def _answer(
+    trainer: Trainer, transfers: Transfers, command: WorkCommand, spans: SpanWriter
+) -> RankEvent | None:
     """Obey one command; returns what to tell the supervisor, if anything."""
     rank = trainer.world.at.rank
     match command:
@@ -180,5 +200,10 @@ def _answer(trainer: Trainer, command: WorkCommand, spans: SpanWriter) -> RankEv
         case ExportWeights(policy_version=version):
             with spans.span(Phase.WEIGHT_EXPORT, version=version):
                 return export_weights(trainer, command)
+        case OfferWeights():
+            return transfers.offer(command)
+        case SendWeights(policy_version=version):
+            with spans.span(Phase.WEIGHT_EXPORT, version=version):
+                return transfers.send(command)
         case _:
             assert_never(command)

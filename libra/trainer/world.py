@@ -1,6 +1,6 @@
 """The process group of a gang of ranks: joining it, and small agreements inside it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -124,6 +124,12 @@ def max_over_world(world: World, values: Sequence[float]) -> list[float]:
     largest = torch.tensor(values, dtype=torch.float64, device=world.device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return [float(value) for value in largest.tolist()]
+
+
+def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether no value is NaN or infinite; waits for the device once."""
+    verdicts = [tensor.isfinite().all() for tensor in tensors]
+    return not verdicts or bool(torch.stack(verdicts).all())
 
 
 def barrier(world: World) -> None:

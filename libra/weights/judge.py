@@ -17,6 +17,9 @@ READ_IN_FULL = ("manifest", "files", "load", "probe")
 BY_RECEIPT = ("manifest", "receipt", "load", "probe")
 """What an ACK may say was verified, in this order; the second only where a receipt was sent."""
 
+BY_TRANSFER = ("tensors", "checksum", "load", "probe")
+"""The same where weights came through a group."""
+
 STOP_FACTOR = 10.0
 """A difference above STOP_FACTOR times the tolerance ends the run; above the tolerance it warns."""
 
@@ -56,9 +59,11 @@ def judge_acks(
     *,
     trainer_probe_logprobs: Sequence[float],
     probe_tolerance: float,
+    checksum: str | None = None,
 ) -> AcksJudged:
     """Judge a whole batch. An instance that answered twice is refused with both its ACKs.
 
+    `checksum` is that of what was sent; None when the weights came from a disk.
     `probe_tolerance` is that of `probe_tolerance_of`; an instance is refused only above
     STOP_FACTOR times it. `probe_difference` covers the refused-for-that instances too, so that
     the caller sees how far off they are.
@@ -71,7 +76,7 @@ def judge_acks(
         if num_acks_of[ack.instance_id] > 1:
             refused[ack.instance_id] = "it answered more than once"
             continue
-        problems = ack_problems(request, ack)
+        problems = (*ack_problems(request, ack), *_checksum_problems(checksum, ack))
         if problems:
             refused[ack.instance_id] = "; ".join(problems)
             continue
@@ -139,10 +144,17 @@ def _time_problems(ack: ReloadAck) -> tuple[str, ...]:
     return tuple(problems)
 
 
+def _checksum_problems(sent: str | None, ack: ReloadAck) -> tuple[str, ...]:
+    if sent is None or ack.checksum == sent:
+        return ()
+    return (f"it received weights with checksum {ack.checksum!r}, sent was {sent!r}",)
+
+
 def _verification_problems(request: ReloadRequest, ack: ReloadAck) -> tuple[str, ...]:
     problems = []
-    if ack.verified not in _proofs(request, ack.method):
-        problems.append(f"it verified {list(ack.verified)} instead of {list(READ_IN_FULL)}")
+    proofs = _proofs(request, ack.method)
+    if ack.verified not in proofs:
+        problems.append(f"it verified {list(ack.verified)} instead of {list(proofs[0])}")
     num_wanted = len(request.probe_token_ids) - 1
     if len(ack.probe_logprobs) != num_wanted:
         problems.append(f"it has {len(ack.probe_logprobs)} probe logprobs instead of {num_wanted}")
@@ -152,6 +164,8 @@ def _verification_problems(request: ReloadRequest, ack: ReloadAck) -> tuple[str,
 
 
 def _proofs(request: ReloadRequest, method: ReloadMethod) -> tuple[tuple[str, ...], ...]:
+    if request.transfer is not None:
+        return (BY_TRANSFER,)
     # A process that starts reads everything itself: it may do so long after the check.
     if method == "restart" or request.receipt is None:
         return (READ_IN_FULL,)

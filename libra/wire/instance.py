@@ -53,6 +53,42 @@ class WeightsReceipt(msgspec.Struct, frozen=True):
     """In the order of the manifest."""
 
 
+class TransferTensor(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor under its Hugging Face name."""
+
+    name: str
+    dtype: str
+    """As safetensors writes it: F32, BF16, ..."""
+
+    shape: tuple[int, ...]
+
+
+class WeightsTransfer(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights that come from trainer rank 0 through a process group, instead of from a disk."""
+
+    group_id: str
+    """Names the group in the store; a broken one is never used again."""
+
+    store_host: str
+    store_port: int
+    """The TCP store that rank 0 listens with."""
+
+    world_size: int
+    rank_offset_of: dict[InstanceId, int]
+    """Rank of each member's first worker; the trainer is rank 0."""
+
+    tied_embeddings: bool
+    tensors: tuple[TransferTensor, ...]
+    """In the order in which they are sent."""
+
+    bucket_bytes: int
+    timeout_s: float
+    """Longest wait for the other members, before data flows."""
+
+    stall_s: float
+    """Longest wait for the next bucket."""
+
+
 class ReloadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Bring one server to `policy_version`. The same request goes to every instance of a batch."""
 
@@ -62,9 +98,11 @@ class ReloadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Random per batch: an ACK of an earlier try at the same version is told apart by it."""
 
     weights_directory: str
-    """Absolute path under the run's weights directory."""
+    """Absolute path under the run's weights directory; empty for a transfer."""
 
     manifest_hash: str
+    """Of a transfer: names what rank 0 offered (`libra.wire.rank.WeightsOffered`)."""
+
     pause_mode: PauseMode
     probe_token_ids: tuple[int, ...]
     """At least two; the ACK has the logprob of each but the first."""
@@ -78,6 +116,8 @@ class ReloadRequest(msgspec.Struct, frozen=True, kw_only=True):
     receipt: WeightsReceipt | None = None
     """From whoever read the files of `manifest_hash` in full; spares a server on the same host it.
     """
+
+    transfer: WeightsTransfer | None = None
 
 
 class ReloadAck(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,12 +144,18 @@ class ReloadAck(msgspec.Struct, frozen=True, kw_only=True):
     manifest_hash: str
     verified: tuple[str, ...]
     """Names of the checks that passed, in order: manifest, then files (read in full here) or
-    receipt (read in full on this host for the request, unchanged since), load, probe."""
+    receipt (read in full on this host for the request, unchanged since), load, probe. Of a
+    transfer: tensors (names, shapes and dtypes fit), checksum, load, probe."""
 
     probe_logprobs: tuple[float, ...]
     """As in `libra.wire.rank.WeightsExported`, from this engine under the new weights."""
 
+    checksum: str = ""
+    """Of the bytes that came by transfer, as received; empty otherwise."""
+
     error: str | None = None
+    was_aborted: bool = False
+    """A transfer was broken off by another member: this one is not at fault."""
 
 
 class InstanceState(msgspec.Struct, frozen=True, kw_only=True):

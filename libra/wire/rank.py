@@ -9,7 +9,7 @@ from typing import TypeAlias
 import msgspec
 
 from libra.ids import InstanceId, PolicyVersion, RunId, TrajectoryId
-from libra.wire.instance import ReloadAck, ReloadRequest
+from libra.wire.instance import ReloadAck, ReloadRequest, TransferTensor, WeightsTransfer
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -61,6 +61,34 @@ class ExportWeights(msgspec.Struct, frozen=True, tag=True):
     probe_token_ids: tuple[int, ...]
 
 
+class OfferWeights(msgspec.Struct, frozen=True, tag=True):
+    """Say what a transfer of the current policy would bring, and hold that policy."""
+
+    run_id: RunId
+    policy_version: PolicyVersion
+    probe_token_ids: tuple[int, ...]
+
+
+class SendWeights(msgspec.Struct, frozen=True, tag=True):
+    """Send the offered weights to the members of a group.
+
+    Every rank gathers; rank 0 sends, and answers with WeightsSent whether it worked or not.
+    """
+
+    policy_version: PolicyVersion
+    nonce: str
+    """Of the reload batch."""
+
+    transfer: WeightsTransfer
+
+
+class AbortTransfer(msgspec.Struct, frozen=True, tag=True):
+    """A member of the group is lost: rank 0 ends the transfer for everybody. Obeyed at once."""
+
+    group_id: str
+    reason: str
+
+
 class JudgeAcks(msgspec.Struct, frozen=True, tag=True):
     """Rank 0 validates a whole ACK batch against the request it published."""
 
@@ -89,7 +117,16 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-RankCommand: TypeAlias = TrainStep | ExportWeights | JudgeAcks | SaveCheckpoint | Shutdown
+RankCommand: TypeAlias = (
+    TrainStep
+    | ExportWeights
+    | OfferWeights
+    | SendWeights
+    | AbortTransfer
+    | JudgeAcks
+    | SaveCheckpoint
+    | Shutdown
+)
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -188,6 +225,39 @@ class WeightsExported(msgspec.Struct, frozen=True, tag=True):
     export_s: float
 
 
+class WeightsOffered(msgspec.Struct, frozen=True, tag=True):
+    """Sent by rank 0: its answer to OfferWeights."""
+
+    policy_version: PolicyVersion
+    offer_hash: str
+    """Another one for every offer; the reload requests' manifest hash."""
+
+    tied_embeddings: bool
+    tensors: tuple[TransferTensor, ...]
+    store_host: str
+    store_port: int
+    probe_logprobs: tuple[float, ...]
+    """As in WeightsExported."""
+
+    offer_s: float
+    error: str = ""
+    """Why these weights must not be served: a value is not finite."""
+
+
+class WeightsSent(msgspec.Struct, frozen=True, tag=True):
+    """Sent by rank 0 when the transfer of a batch is over; the ranks are free again."""
+
+    policy_version: PolicyVersion
+    nonce: str
+    checksum: str
+    """Of all bytes sent; what every ACK has to repeat."""
+
+    num_bytes: int
+    send_s: float
+    error: str = ""
+    """Why it was broken off; empty when every member took the last bucket."""
+
+
 class AcksJudged(msgspec.Struct, frozen=True, tag=True):
     """Rank 0's verdict. `refused` maps an instance to the reason in words."""
 
@@ -233,6 +303,8 @@ RankEvent: TypeAlias = (
     | Heartbeat
     | StepTrained
     | WeightsExported
+    | WeightsOffered
+    | WeightsSent
     | AcksJudged
     | SaveBegun
     | CheckpointSaved

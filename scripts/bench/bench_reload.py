@@ -8,7 +8,8 @@ Without --real: instances that are a delay each, through the real control state,
 judge. `over_slowest` is the batch's time over that of its slowest instance (parallel), over the sum
 of all (serial); `cpu_ms_per_instance` is this process's CPU time for asking, hearing and judging.
 
-With --real: vLLM servers on this machine, weights on disk, both methods and both strategies.
+With --real: vLLM servers on this machine; weights on disk with both methods and both strategies,
+and by transfer from this process (`--only transfer-parallel`).
 After the batches in place, a stream on every server is interrupted by a reload of unchanged weights
 with pause mode `keep`, and its tokens are compared with those of an unbroken one.
 """

@@ -1,13 +1,15 @@
 """Reload batches through the real control state, loop and executor; the rest of a run is played.
 
-The trainer publishes the version it is asked for and judges ACKs as rank 0 does; trajectories are
-finished the moment they are admitted. What the engines are, the caller decides.
+The trainer publishes the version it is asked for, as files or by transfer, and judges ACKs as rank
+0 does; trajectories are finished the moment they are admitted. What the engines are, the caller
+decides.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from time import process_time
+from typing import Protocol
 
 import anyio
 import msgspec
@@ -27,10 +29,14 @@ from libra.wire.rank import (
     CheckpointSaved,
     ExportWeights,
     JudgeAcks,
+    OfferWeights,
     RankCommand,
     SaveCheckpoint,
+    SendWeights,
     StepTrained,
     WeightsExported,
+    WeightsOffered,
+    WeightsSent,
 )
 from libra_supervisor.events import (
     CheckpointChosen,
@@ -64,6 +70,14 @@ Publish = Callable[[Path, PolicyVersion], str]
 """Write the version's directory; returns the manifest's hash. Runs in a thread."""
 
 
+class Transferring(Protocol):
+    """Rank 0's part in transfers; called in a thread."""
+
+    def offer(self, command: OfferWeights, probe_logprobs: tuple[float, ...]) -> WeightsOffered: ...
+
+    def send(self, command: SendWeights) -> WeightsSent: ...
+
+
 class Batch(msgspec.Struct, frozen=True):
     """One batch as it was recorded, and what it cost this process."""
 
@@ -83,7 +97,9 @@ class Bed:
         publish: Publish,
         *,
         num_batches: int,
+        transfers: Transferring | None = None,
     ) -> None:
+        self.transfers = transfers
         self.directory = RunDirectory(root)
         self.directory.create()
         self.inbox: Inbox[Event] = Inbox()
@@ -123,7 +139,9 @@ class Bed:
                     rows=(), num_samples=1, max_concurrent=1, max_attempts=1, pass_reward=1.0
                 )
             ),
-            policy=Policy(min_rollout_gpus=num_gpus, publishes=True),
+            policy=Policy(
+                min_rollout_gpus=num_gpus, publishes=True, transfers=transfers is not None
+            ),
         )
 
     async def run(self, engines: Engines) -> list[Batch]:
@@ -214,6 +232,11 @@ class PlayedRanks:
                     self._bed.probe_logprobs,
                     0.0,
                 )
+            case OfferWeights() if self._bed.transfers is not None:
+                offer = self._bed.transfers.offer
+                said = await anyio.to_thread.run_sync(offer, command, self._bed.probe_logprobs)
+            case SendWeights() if self._bed.transfers is not None:
+                said = await anyio.to_thread.run_sync(self._bed.transfers.send, command)
             case JudgeAcks(request, acks):
                 said = judge_acks(
                     request,

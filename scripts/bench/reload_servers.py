@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import anyio
 import msgspec
@@ -20,7 +20,9 @@ from libra.ids import InstanceId, PolicyVersion, RequestId
 from libra.planner.plan import configured_plan
 from libra.rollouts.trajectory import Completion
 from libra.scheduling.scheduler import Scheduler
-from libra.wire.instance import Sampling
+from libra.storage.safetensors import model_tensors
+from libra.wire.instance import Sampling, TransferTensor
+from libra.wire.rank import OfferWeights, SendWeights, WeightsOffered, WeightsSent
 from libra_supervisor.app.engine import Engine, EngineSite
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.instances.client import InstanceClient
@@ -31,9 +33,12 @@ from libra_supervisor.process.logs import LogPolicy, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, become_subreaper
 from weight_dirs import describe_version
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIG = ROOT / "configs" / "quickstart.yaml"
-METHODS, STRATEGIES = ("inplace", "restart"), ("parallel", "serial")
+METHODS, STRATEGIES = ("inplace", "transfer", "restart"), ("parallel", "serial")
 STREAM = Sampling(max_new_tokens=480, seed=5)
 RELOAD_AFTER_S = 0.2
 POLL_S = 0.1
@@ -46,14 +51,15 @@ def real(
     become_subreaper()
     for count in counts:
         for method in METHODS:
-            for strategy in STRATEGIES if count > 1 else STRATEGIES[:1]:
+            has_choice = count > 1 and method != "transfer"
+            for strategy in STRATEGIES if has_choice else STRATEGIES[:1]:
                 case = f"{method}-{strategy}"
                 if only in ("", case):
                     measured = anyio.run(
                         measure,
                         config_of(model, count, method, strategy),
                         # Starting a process takes a minute: two batches tell.
-                        num_batches if method == "inplace" else 2,
+                        2 if method == "restart" else num_batches,
                         backend_options={"use_uvloop": True},
                     )
                     yield f"{count}-{case}", measured
@@ -65,8 +71,14 @@ def config_of(model: Path, count: int, method: str, strategy: str) -> RunConfig:
         f"rollout_gpus={count}",
         f"heterogeneous_rollout.instances=[{{tp: 1, count: {count}}}]",
         "max_model_len=512",
-        f"rollout_weight_reload_method={method}",
-        f"rollout_weight_reload_strategy={strategy}",
+        *(
+            ("rollout_weight_sync_mode=nccl",)
+            if method == "transfer"
+            else (
+                f"rollout_weight_reload_method={method}",
+                f"rollout_weight_reload_strategy={strategy}",
+            )
+        ),
     )
     return load_config(CONFIG, overrides, current_environ(), purpose="plan").config
 
@@ -95,12 +107,14 @@ class ServerBed(AsyncExitStack):
         await super().__aenter__()
         config, plan = self._config, configured_plan(self._config)
         self._ids = [placement.instance_id for placement in plan.instances]
+        is_transfer = config.weights.rollout_weight_sync_mode == "nccl"
         self._bed = Bed(
             self._root,
             config.weights,
             [(placement.instance_id, placement.tp) for placement in plan.instances],
             self._publish,
             num_batches=self._num_batches,
+            transfers=SenderOfFiles(self._model) if is_transfer else None,
         )
         environ, rng = current_environ(), Random(0)  # noqa: S311 - jitter and names
         environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'supervisor'}"
@@ -154,7 +168,9 @@ class ServerBed(AsyncExitStack):
                 PROBE, request_id=RequestId("bench-probe")
             )
             figures = figures_of(await self._bed.run(self._fleet))
-            if self._config.weights.rollout_weight_reload_method == "inplace":
+            if self._bed.last_request.weights_directory and (
+                self._config.weights.rollout_weight_reload_method == "inplace"
+            ):
                 figures["streams"] = await self._interrupted_streams()
             self._fleet.stop()
             await self._fleet.until_down()
@@ -196,6 +212,57 @@ class ServerBed(AsyncExitStack):
             "tie_word_embeddings", False
         )
         return describe_version(directory, version, run_id=RUN, tied_embeddings=is_tied)
+
+
+class SenderOfFiles:
+    """`reload_bed.Transferring`: sends what lies in a directory, read anew each time."""
+
+    def __init__(self, model: Path) -> None:
+        # Only where weights are transferred: torch takes seconds.
+        import torch  # noqa: PLC0415
+
+        from libra.transfer.sender import Sender  # noqa: PLC0415
+
+        self._model = model
+        self._tensors = tuple(
+            TransferTensor(it.name, it.dtype, it.shape) for it in model_tensors(model)
+        )
+        self._sender = Sender(
+            torch.device("cpu"), beat=lambda: None, abort_reason=lambda _group: None
+        )
+
+    def offer(self, command: OfferWeights, probe_logprobs: tuple[float, ...]) -> WeightsOffered:
+        config = msgspec.json.decode((self._model / "config.json").read_bytes())
+        return WeightsOffered(
+            policy_version=command.policy_version,
+            offer_hash=f"offer-{command.policy_version}",
+            tied_embeddings=config.get("tie_word_embeddings", False),
+            tensors=self._tensors,
+            store_host=self._sender.host,
+            store_port=self._sender.port,
+            probe_logprobs=probe_logprobs,
+            offer_s=0.0,
+        )
+
+    def send(self, command: SendWeights) -> WeightsSent:
+        began_at = clock.monotonic()
+        checksums: list[str] = []
+        self._sender.send(command.transfer, command.nonce, self._read, on_summed=checksums.append)
+        return WeightsSent(
+            policy_version=command.policy_version,
+            nonce=command.nonce,
+            checksum=checksums[0],
+            num_bytes=sum(path.stat().st_size for path in self._model.glob("*.safetensors")),
+            send_s=clock.monotonic() - began_at,
+        )
+
+    def _read(self) -> Iterator[tuple[str, "Tensor"]]:
+        from safetensors import safe_open  # noqa: PLC0415
+
+        files = {it.name: it.file for it in model_tensors(self._model)}
+        for tensor in self._tensors:
+            with safe_open(self._model / files[tensor.name], framework="pt") as opened:
+                yield tensor.name, opened.get_tensor(tensor.name)
 
 
 def figures_of(batches: list[Batch]) -> dict[str, object]:

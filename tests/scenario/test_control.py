@@ -13,12 +13,19 @@ from libra_supervisor import events
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.cycle import Phase
 from libra_supervisor.loop.moment import Moment
+from transfer_world import TransferWorld
 
 A, B = InstanceId("vllm-0"), InstanceId("vllm-1")
 
 
-def started(**knobs) -> RandomWorld:
-    world = RandomWorld(**knobs)
+METHODS = ["inplace", "restart", "transfer"]
+
+
+def started(*, method="inplace", **knobs) -> RandomWorld:
+    if method == "transfer":
+        world = TransferWorld(**knobs)
+    else:
+        world = RandomWorld(reload_method=method, **knobs)
     world.boot()
     return world
 
@@ -37,7 +44,7 @@ def run_until(world: RandomWorld, rng: Random, condition) -> None:
     sync=st.integers(1, 3),
     save=st.integers(0, 3),
     slack=st.integers(0, 2),
-    method=st.sampled_from(["inplace", "restart"]),
+    method=st.sampled_from(METHODS),
 )
 @settings(max_examples=60, deadline=None)
 def test_a_run_without_faults_trains_every_step_once_within_the_staleness_bound(
@@ -50,7 +57,7 @@ def test_a_run_without_faults_trains_every_step_once_within_the_staleness_bound(
         sync_interval=sync,
         save_interval=save,
         offpolicyness=bound,
-        reload_method=method,
+        method=method,
     )
     world.run(Random(seed))
     assert world.ended is not None, world.control.cycle.phase
@@ -85,14 +92,14 @@ def strike(world: RandomWorld, rng: Random, fault: str) -> None:
         max_size=6,
     ),
     failures=st.floats(0.0, 0.15),
-    method=st.sampled_from(["inplace", "restart"]),
+    method=st.sampled_from(METHODS),
 )
 @settings(max_examples=120, deadline=None)
 def test_with_engines_and_gangs_dying_at_any_moment_every_step_is_still_trained(
     seed, faults, failures, method
 ):
     rng = Random(seed)
-    world = started(total_steps=4, save_interval=1, reload_method=method)
+    world = started(total_steps=4, save_interval=1, method=method)
     world.failure_chance = failures
     for wait, fault in faults:
         for _ in range(wait):
@@ -339,7 +346,7 @@ def test_doubts_about_a_process_that_is_gone_ask_nobody():
 
 def test_a_reload_by_restart_is_a_planned_restart_and_a_crash_is_not():
     rng = Random(5)
-    world = started(total_steps=30, reload_method="restart")
+    world = started(total_steps=30, method="restart")
     run_until(world, rng, lambda w: w.control.cycle.step == 3)
     run_until(world, rng, lambda w: len(w.routes) == 2)
     first, later = world.known[:2], world.known[2:]
@@ -354,7 +361,7 @@ def test_a_reload_by_restart_is_a_planned_restart_and_a_crash_is_not():
 
 def test_a_process_that_dies_in_the_middle_of_its_reload_by_restart_is_an_unplanned_restart():
     rng = Random(5)
-    world = started(total_steps=30, reload_method="restart")
+    world = started(total_steps=30, method="restart")
     run_until(world, rng, lambda w: w.control.cycle.step == 2)
     before = world.processes[A].incarnation
     run_until(world, rng, lambda w: w.processes[A].incarnation != before)

@@ -102,6 +102,8 @@ async def test_the_unix_socket_is_private_and_takes_the_fixed_verbs(tmp_path, co
         ("/v1/stop", b"\x80\x04\x95pickle", 400),
         ("/v1/stop", b'{"target": 5}', 400),
         ("/v1/stop", b'{"eval": "1"}', 400),
+        ("/v1/explain", b'{"num_prompt_tokens": -1}', 400),
+        ("/v1/explain", b'{"max_new_tokens": 1' + b"0" * 30 + b"}", 400),
         ("/v1/stop", b'{"target": "' + b"x" * 70_000 + b'"}', 413),
     ],
 )

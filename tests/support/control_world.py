@@ -8,6 +8,7 @@ waits in `pending`; `step(rng)` lets one of it happen.
 from collections import Counter
 from collections.abc import Callable
 from random import Random
+from typing import Literal
 
 import msgspec
 
@@ -35,6 +36,7 @@ from libra.wire.rank import (
     StepTrained,
     TrainMetrics,
     WeightsExported,
+    WeightsOffered,
 )
 from libra_supervisor import events
 from libra_supervisor.loop import commands, cycle
@@ -116,6 +118,7 @@ class World:
         eval_rows: int = 0,
         eval_interval: int = 1,
         reload_method: ReloadMethod = "inplace",
+        sync_mode: Literal["restart", "nccl"] = "restart",
         num_probes: int = 0,
         probe_error_of: Callable[[InstanceId], float] = lambda _: 0.0,
     ) -> None:
@@ -176,7 +179,9 @@ class World:
         terms = Terms(
             run_id=RUN,
             weights=WeightsConfig(
-                sync_interval=sync_interval or 1, rollout_weight_reload_method=reload_method
+                sync_interval=sync_interval or 1,
+                rollout_weight_sync_mode=sync_mode,
+                rollout_weight_reload_method=reload_method,
             ),
             min_rollout_gpus=min_rollout_gpus,
             probe_token_ids=PROBE,
@@ -206,6 +211,7 @@ class World:
             policy=Policy(
                 min_rollout_gpus=min_rollout_gpus,
                 publishes=sync_interval > 0,
+                transfers=sync_mode == "nccl",
                 num_probes=num_probes,
             ),
         )
@@ -406,7 +412,7 @@ class World:
         match said:
             case StepTrained(metrics=metrics):
                 return metrics is not None
-            case WeightsExported() | CheckpointSaved():
+            case WeightsExported() | WeightsOffered() | CheckpointSaved():
                 return True
             case _:
                 return False
@@ -482,6 +488,7 @@ class World:
         request: ReloadRequest,
         *,
         error: str | None = None,
+        **changes: object,
     ) -> None:
         ack = ReloadAck(
             instance_id=instance_id,
@@ -500,6 +507,7 @@ class World:
             probe_logprobs=self._probe(instance_id),
             error=error,
         )
+        ack = msgspec.structs.replace(ack, **changes)
         self.pending.append(events.ReloadAnswered(instance_id, asked, request.nonce, ack, ""))
 
     def _answer(self, instance_id, incarnation) -> None:
@@ -591,13 +599,16 @@ class RandomWorld(World):
         ready = [i for i, e in enumerate(self.pending) if self._can_happen(e)]
         if not ready:
             return False
-        event = self.pending.pop(rng.choice(ready))
+        self.happen(self.pending.pop(rng.choice(ready)), rng)
+        return True
+
+    def happen(self, event: object, rng: Random) -> None:
         if isinstance(event, _Replace):
             self.replace_for_reload(event)
-            return True
+            return
         if not isinstance(event, _Generate):
             self.post(event)
-            return True
+            return
         group, index = event.group, event.index
         if rng.random() < self.failure_chance:
             failed = SampleFailed("engine", "connection reset")
@@ -606,7 +617,6 @@ class RandomWorld(World):
             version = self.routes[rng.choice(sorted(self.routes))]
             done = trajectory(group, index, version, float(rng.random() < 0.5))
             self.post(events.SampleFinished(done))
-        return True
 
     def _can_happen(self, event: object) -> bool:
         if isinstance(event, events.RankSaid) and isinstance(event.event, CheckpointSaved):

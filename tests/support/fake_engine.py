@@ -4,7 +4,8 @@ Every output token says which weights made it: `token = 1000 * weights + positio
 reads an answer can compare what is stamped on it with what is true.
 
 `run()` steps the engine every `step_s`; start it in a task group. `load_error` fails the next
-load with unknown weights, `probe_error` makes the next probe's logprobs NaN, `calls` logs.
+load with unknown weights, `transfer_outcome` is what the next part of a transfer says,
+`probe_error` makes the next probe's logprobs NaN, `calls` logs.
 """
 
 import math
@@ -16,7 +17,8 @@ import msgspec
 from libra import clock
 from libra.errors import RefusedError
 from libra.serving.plugin import COUNT_TOKENS
-from libra.serving.worker import REFRESH_TIED_HEADS
+from libra.serving.worker import JOIN_TRANSFER, RECEIVE_WEIGHTS, REFRESH_TIED_HEADS
+from libra.transfer.outcome import TransferOutcome
 
 TOKEN_RADIX = 1000
 
@@ -65,6 +67,7 @@ class FakeAsyncLLM:
         self.requests: dict[str, FakeRequest] = {}
         self.pause_mode = None
         self.load_error = None
+        self.transfer_outcome = TransferOutcome(checksum="sum")
         self.probe_error = False
         self.load_s = 0.5
         self.add_s = 0.0
@@ -168,7 +171,12 @@ class FakeAsyncLLM:
     async def collective_rpc(self, method, *, kwargs=None):
         if method == REFRESH_TIED_HEADS:
             self.calls.append((method,))
-            return
+            return None
+        if method == JOIN_TRANSFER:
+            self.calls.append((method, kwargs["rank_offset"]))
+            return [self._outcome()]
+        if method == RECEIVE_WEIGHTS:
+            return await self._receive(kwargs["nonce"])
         self.calls.append((method, kwargs["weights_path"]))
         assert self.pause_mode == "keep" or not self.requests, "loaded under running requests"
         self.weights = None
@@ -177,6 +185,22 @@ class FakeAsyncLLM:
             error, self.load_error = self.load_error, None
             raise error
         self.weights = int(kwargs["weights_path"].rpartition("v")[2])
+        return None
+
+    async def _receive(self, nonce):
+        """The nonce says which version comes: v2-..."""
+        self.calls.append((RECEIVE_WEIGHTS,))
+        assert self.pause_mode == "keep" or not self.requests, "loaded under running requests"
+        self.weights = None
+        await clock.sleep(self.load_s)
+        outcome = self._outcome()
+        if not outcome["error"]:
+            self.weights = int(nonce[1:].partition("-")[0])
+        return [outcome]
+
+    def _outcome(self):
+        outcome, self.transfer_outcome = self.transfer_outcome, TransferOutcome(checksum="sum")
+        return outcome.as_builtins()
 
     async def reset_mm_cache(self):
         self.calls.append(("reset_mm_cache",))

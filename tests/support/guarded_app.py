@@ -10,7 +10,7 @@ from libra.serving.engine import VllmEngine
 from libra.serving.gate import Gate
 from libra.serving.ledger import VersionLedger
 from libra.serving.middleware import GuardedServer, LibraMiddleware
-from libra.wire.instance import ReloadAck
+from libra.wire.instance import ReloadAck, TransferTensor, WeightsTransfer
 from reload_messages import reload_request
 from weight_dirs import publish_weights, tiny_tensors
 
@@ -39,6 +39,7 @@ class GuardedApp:
             for version in range(1, num_versions + 1)
         }
         self.engine = FakeAsyncLLM(base)
+        self._num_transfers = 0
         self.inner = FakeCompletionsApp(self.engine)
         self.middleware = LibraMiddleware(self.inner, guard=self._guard)
 
@@ -75,6 +76,37 @@ class GuardedApp:
 
     async def reload(self, version, **changes) -> ReloadAck:
         body = msgspec.json.encode(self.request_for(version, **changes))
+        answer = await self.call("POST", "/libra/reload", body=body, token=TOKEN)
+        assert answer.status == 200, answer.body
+        return msgspec.json.decode(answer.body, type=ReloadAck)
+
+    def transfer_for(self, version, *, group_id="group-1", **changes):
+        self._num_transfers += 1
+        tensors = tuple(
+            TransferTensor(name, "F32", tensor.shape) for name, tensor in tiny_tensors(0).items()
+        )
+        transfer = WeightsTransfer(
+            group_id=group_id,
+            store_host="127.0.0.1",
+            store_port=1,
+            world_size=3,
+            rank_offset_of={"vllm-9": 1, "vllm-0": 2},
+            tied_embeddings=False,
+            tensors=tensors,
+            bucket_bytes=1024,
+            timeout_s=60.0,
+            stall_s=20.0,
+        )
+        return reload_request(
+            policy_version=version,
+            nonce=f"v{version}-{self._num_transfers}",
+            weights_directory="",
+            manifest_hash=f"offer-{version}",
+            transfer=msgspec.structs.replace(transfer, **changes),
+        )
+
+    async def receive(self, request) -> ReloadAck:
+        body = msgspec.json.encode(request)
         answer = await self.call("POST", "/libra/reload", body=body, token=TOKEN)
         assert answer.status == 200, answer.body
         return msgspec.json.decode(answer.body, type=ReloadAck)

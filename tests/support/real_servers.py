@@ -16,6 +16,7 @@ from libra.config.model import ModelConfig
 from libra.config.rollout import RolloutConfig
 from libra.config.run import RunConfig
 from libra.config.training import TrainingConfig
+from libra.config.weights import WeightsConfig
 from libra.errors import LibraError
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.vllm import InstancePlacement, ServingPaths, server_spec
@@ -38,15 +39,17 @@ def free_port() -> int:
 class RunFiles:
     """A run directory with a base model and published versions."""
 
-    def __init__(self, root: Path, *, tied: bool = False) -> None:
+    def __init__(self, root: Path, *, tied: bool = False, base: Path | None = None) -> None:
+        """`base` is a model that is there already."""
         self.root = root
-        self.base = root / "base"
+        self.base = base or root / "base"
         self.weights = root / "weights"
         self.weights.mkdir(parents=True)
         self.token_file = root / "token"
         self.token_file.write_text(TOKEN)
         self._tied = tied
-        make_tiny_model(self.base, tied=tied)
+        if base is None:
+            make_tiny_model(self.base, tied=tied)
 
     def publish(self, version: int, *, seed: int | None = None, damage=None) -> tuple[Path, str]:
         """A version with changed weights; `damage(tensors)` spoils them before they are hashed."""
@@ -74,9 +77,11 @@ class RealServer:
         name: str,
         *,
         core: int,
+        tp: int = 1,
         served: Path | None = None,
         extra_args: tuple[str, ...] = (),
     ):
+        """Workers on cores from `core` on; it takes weights from a disk and by transfer."""
         config = RunConfig(
             model=ModelConfig(model_path=str(files.base)),
             rollout=RolloutConfig(
@@ -85,17 +90,31 @@ class RealServer:
                 rollout_extra_args=["--enable-scale-out", *extra_args],
             ),
             training=TrainingConfig(train_dtype="float32"),
+            weights=WeightsConfig(rollout_weight_sync_mode="nccl"),
         )
+        devices = tuple(str(core + worker) for worker in range(tp))
+        self._start(files, name, config, devices, served=served)
+
+    @classmethod
+    def on_cuda(cls, files: RunFiles, name: str, config: RunConfig, devices: tuple[str, ...]):
+        server = cls.__new__(cls)
+        server._start(files, name, config, devices, kind="cuda")
+        return server
+
+    def _start(self, files, name, config, devices, *, kind="cpu", served=None):
         placement = InstancePlacement(
             instance_id=name,
             incarnation=f"{name}-first",
-            device_kind="cpu",
-            devices=(str(core),),
+            device_kind=kind,
+            devices=devices,
             host="127.0.0.1",
             port=free_port(),
         )
         self.name, self.url = name, placement.base_url
         self.log_path = files.root / f"{name}.log"
+        environment = dict(os.environ)  # noqa: TID251
+        paths = [str(REPOSITORY), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         spec = server_spec(
             config,
             placement,
@@ -107,7 +126,7 @@ class RealServer:
                 working_directory=str(files.root),
                 log_path=str(self.log_path),
             ),
-            environment=dict(os.environ) | {"PYTHONPATH": str(REPOSITORY)},  # noqa: TID251
+            environment=environment,
             served_directory=None if served is None else str(served),
         )
         with self.log_path.open("wb") as log:

@@ -168,9 +168,11 @@ def start_torchrun(
 
 def trainer_environment() -> dict[str, str]:
     """Our own environment, with what a trainer process outside of pytest needs."""
+    environment = current_environ()
     paths = [REPOSITORY, REPOSITORY / "supervisor", REPOSITORY / "tests/support"]
-    return dict(current_environ()) | {
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+    before = environment.get("PYTHONPATH")
+    return dict(environment) | {
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), *filter(None, [before])]),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONWARNINGS": "ignore",

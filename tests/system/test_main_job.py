@@ -441,3 +441,34 @@ def test_with_reloads_by_restart_every_version_is_served_by_a_new_process(tmp_pa
         assert ack["process_stop_s"] > 0
         assert ack["model_load_s"] > 0
     assert tagged_processes(job.run_dir) == []
+
+
+@pytest.mark.long
+def test_a_job_without_a_disk_for_weights_survives_a_server_and_is_resumed(tmp_path, quickstart):
+    """Transfers through the command line: a server dies, the ranks do not notice; then --resume."""
+    run_dir = tmp_path / "run"
+    options = (
+        *("-o", "rollout_weight_sync_mode=nccl", "-o", "save_interval=4"),
+        *("-o", "global_resource_planner.min_rollout_gpus=1"),
+    )
+    job = Job(run_dir, quickstart, *options, "-o", "total_steps=40")
+    job.until_step(3, 600)
+    victim = next(pid for pid, name in servers(run_dir).items() if name == "vllm-0")
+    psutil.Process(victim).kill()
+    assert job.wait(900) == 0, job.said()
+    assert {line["attempt"] for line in job.steps()} == {1}, "training was begun anew"
+    reloads = read_lines(run_dir / "reloads.jsonl")
+    assert list((run_dir / "weights").iterdir()) == []
+    assert {
+        ack["checksum"] == "" for line in reloads for ack in line["acks"] if not ack["error"]
+    } == {False}
+    assert set(reloads[-1]["accepted"]) == {"vllm-0", "vllm-1"}, "the server never came back"
+    committed = [r for r in reloads if r["outcome"] == "committed" and not r["is_catch_up"]]
+    assert [r["policy_version"] for r in committed] == list(range(41))
+    assert max(r["probe_difference"] for r in committed) < 1e-4
+    again = Job(run_dir, quickstart, *options, "-o", "total_steps=42", "--resume")
+    assert again.wait(900) == 0, again.said()
+    of_second_life = read_lines(run_dir / "reloads.jsonl")[len(reloads) :]
+    # The engines begin with the base model, whatever was trained.
+    assert [r["policy_version"] for r in of_second_life] == [40, 41, 42]
+    assert again.steps()[-1]["step"] == 42

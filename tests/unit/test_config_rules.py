@@ -503,6 +503,23 @@ def test_the_nearest_sizes_of_an_enormous_batch_take_no_time():
 
 
 @pytest.mark.parametrize(
+    "option", ["rollout_weight_reload_method: restart", "rollout_weight_reload_strategy: serial"]
+)
+def test_a_transfer_reaches_all_servers_at_once_in_the_processes_that_serve(option: str):
+    problem = only(f"rollout_weight_sync_mode: nccl\n{option}")
+    assert problem.path == option.partition(":")[0]
+    assert "only with rollout_weight_sync_mode not nccl" in problem.what
+    assert not broken_rules("rollout_weight_sync_mode: nccl")
+    assert not broken_rules(option)
+
+
+def test_the_backend_of_transfers_is_ours():
+    flag = "--weight-transfer-config={}"
+    problem = only(f'rollout_extra_args: ["{flag}"]')
+    assert "--weight-transfer-config is set by the run itself" in problem.what
+
+
+@pytest.mark.parametrize(
     ("text", "path"),
     [
         ("rollout_weight_sync_mode: none\nmax_head_offpolicyness: .inf\nsync_interval: 3",

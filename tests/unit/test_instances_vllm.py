@@ -5,6 +5,7 @@ from libra.config.model import ModelConfig
 from libra.config.rollout import RolloutConfig
 from libra.config.run import RunConfig
 from libra.config.training import TrainingConfig
+from libra.config.weights import WeightsConfig
 from libra_supervisor.instances.vllm import InstancePlacement, ServingPaths, server_spec
 from libra_supervisor.process.spec import environment_of
 
@@ -26,11 +27,20 @@ CPU = InstancePlacement(
 CUDA = msgspec.structs.replace(CPU, device_kind="cuda", devices=("GPU-a", "GPU-b"))
 
 
-def spec_of(placement=CPU, *, environment=None, served_directory=None, train_dtype="bfloat16", **r):
+def spec_of(
+    placement=CPU,
+    *,
+    environment=None,
+    served_directory=None,
+    sync_mode="restart",
+    train_dtype="bfloat16",
+    **r,
+):
     config = RunConfig(
         model=ModelConfig(model_path="/models/base", tokenizer_path="/models/tokenizer"),
         rollout=RolloutConfig(**r),
         training=TrainingConfig(train_dtype=train_dtype),
+        weights=WeightsConfig(rollout_weight_sync_mode=sync_mode),
     )
     return server_spec(
         config,
@@ -150,6 +160,11 @@ def test_servers_have_different_seeds_and_the_same_server_always_the_same():
 def test_the_url_brackets_an_ipv6_host():
     assert CPU.base_url == "http://127.0.0.1:8100"
     assert msgspec.structs.replace(CPU, host="::1").base_url == "http://[::1]:8100"
+
+
+def test_only_a_run_that_transfers_weights_asks_vllm_for_an_engine_that_does():
+    assert value_of(spec_of(sync_mode="nccl"), "--weight-transfer-config") == '{"backend": "libra"}'
+    assert "--weight-transfer-config" not in spec_of().argv
 
 
 def test_a_step_of_a_cpu_engine_takes_any_whole_prompt():

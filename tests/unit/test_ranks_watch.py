@@ -1,6 +1,17 @@
+from typing import get_args
+
 from libra.ids import PolicyVersion, Rank
-from libra.wire.rank import AcksJudged, Heartbeat, JudgeAcks, TrainStep
-from libra_supervisor.ranks.watch import RankWatch
+from libra.wire.rank import (
+    AbortTransfer,
+    AcksJudged,
+    Heartbeat,
+    JudgeAcks,
+    OfferWeights,
+    RankCommand,
+    TrainStep,
+    WeightsOffered,
+)
+from libra_supervisor.ranks.watch import ANSWER_TO, UNANSWERED, RankWatch
 from reload_messages import reload_request
 
 ZERO, ONE = Rank(0), Rank(1)
@@ -27,4 +38,17 @@ def test_a_rank_that_owes_a_verdict_alone_is_watched_too():
     watch.on_sent([ZERO], JUDGE, now=1.0)
     assert watch.next_deadline() == 11.0
     watch.on_event(ZERO, VERDICT, now=2.0)
+    assert watch.next_deadline() is None
+
+
+def test_every_command_is_either_answered_or_owes_nothing():
+    assert set(get_args(RankCommand)) == {*ANSWER_TO, *UNANSWERED}
+
+
+def test_rank_0s_offer_settles_it_for_every_rank():
+    watch = RankWatch(timeout_s=10.0)
+    watch.on_sent([ZERO, ONE], OfferWeights("run", PolicyVersion(1), ()), now=0.0)
+    watch.on_sent([ZERO], AbortTransfer("group", "why"), now=0.0)
+    offered = WeightsOffered(PolicyVersion(1), "offer", False, (), "127.0.0.1", 1, (), 0.1)
+    watch.on_event(ZERO, offered, now=1.0)
     assert watch.next_deadline() is None

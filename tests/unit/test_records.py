@@ -67,6 +67,19 @@ def test_a_reload_counts_for_the_step_in_which_it_was_settled_and_for_no_other()
     assert (second.record.reload_s, second.record.publish_wait_s) == (0.0, 0.0)
 
 
+def test_a_trainer_that_holds_its_weights_waits_for_the_rest_of_the_publication():
+    book = StepBook()
+    book.on_collect(at(10.0))
+    book.on_batch_taken(6, (group(0, (1.0, 0.0)),), PolicyVersion(5), at(11.0))
+    book.on_trained(METRICS)
+    book.on_reload_begun(at(12.0))
+    book.on_exported(0.5)
+    book.on_reloaded(at(13.0), is_held=True)
+    (command,) = book.close(attempt=1, num_dropped={}, at=at(13.0))
+    record = command.record
+    assert (record.export_s, record.publish_wait_s, record.reload_s) == (0.5, 0.5, 1.0)
+
+
 def test_a_step_is_written_once_and_one_whose_gang_was_lost_never():
     book = StepBook()
     closed_step(book)

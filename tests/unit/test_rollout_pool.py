@@ -68,6 +68,19 @@ def test_a_move_outside_the_table_is_a_bug():
         moved(pool[A], MemberState.SERVING, now=1.0)
 
 
+def test_one_that_lost_a_transfer_by_anothers_fault_answers_still_and_serves_nobody():
+    pool = serving_pool()
+    pool.on_reload_begun(A, now=4.0)
+    for now in (5.0, 6.0):
+        pool.on_reload_aborted(A, "vllm-9 died", now=now)
+        assert pool[A].state is MemberState.STALE
+        assert (pool[A].version, pool[A].last_error) == (None, "vllm-9 died")
+    assert A in pool.answering_ids
+    pool.on_exited(A, "killed", now=7.0)
+    pool.on_reload_aborted(A, "too late", now=8.0)
+    assert pool[A].state is MemberState.RESTARTING
+
+
 @pytest.mark.case("R-B41")
 def test_a_process_that_hangs_serves_no_more_from_the_moment_that_it_is_suspected():
     pool = serving_pool()

@@ -9,6 +9,7 @@ from libra.errors import SiteError
 from libra.trainer.link import Link
 from libra.wire.framing import FrameDecoder, encode_frame
 from libra.wire.rank import (
+    AbortTransfer,
     Heartbeat,
     JudgeAcks,
     RankCommand,
@@ -54,6 +55,16 @@ def test_acks_are_judged_though_the_main_thread_has_a_step_to_train_first(ends):
     tell(supervisor, acks)
     assert link.receive_acks() == acks
     assert link.receive() == TrainStep(step=3, mini_batches=())
+
+
+def test_a_transfer_is_given_up_though_the_main_thread_is_in_it(ends):
+    link, supervisor = ends
+    tell(supervisor, AbortTransfer("group-1", "vllm-0 died"))
+    tell(supervisor, TrainStep(step=3, mini_batches=()))
+    # Commands come in order, so the first one has been heard; it is no work to do.
+    assert link.receive() == TrainStep(step=3, mini_batches=())
+    assert link.abort_reason("group-1") == "vllm-0 died"
+    assert link.abort_reason("group-2") is None
 
 
 def test_frames_of_two_threads_never_mix(ends):

@@ -3,7 +3,8 @@ import math
 import pytest
 
 from libra.errors import InvariantError
-from libra.weights.judge import judge_acks, probe_tolerance_of
+from libra.weights.judge import BY_TRANSFER, judge_acks, probe_tolerance_of
+from libra.wire.instance import WeightsTransfer
 from reload_messages import reload_ack, reload_request
 
 REQUEST = reload_request()
@@ -102,3 +103,38 @@ def test_the_tolerance_depends_on_the_dtype():
     assert probe_tolerance_of("bfloat16") == probe_tolerance_of("float16") == 3e-2
     with pytest.raises(InvariantError, match="int8"):
         probe_tolerance_of("int8")
+
+
+TRANSFER = WeightsTransfer(
+    group_id="g",
+    store_host="127.0.0.1",
+    store_port=1,
+    world_size=2,
+    rank_offset_of={"a": 1},
+    tied_embeddings=False,
+    tensors=(),
+    bucket_bytes=1,
+    timeout_s=1.0,
+    stall_s=1.0,
+)
+
+
+def test_a_transfer_is_proved_by_other_checks_and_by_the_senders_checksum():
+    request = reload_request(transfer=TRANSFER)
+    right = {"verified": BY_TRANSFER, "checksum": "sum"}
+    verdict = judge_acks(
+        request,
+        [
+            reload_ack(request, "a", **right),
+            reload_ack(request, "b", **right | {"checksum": "mus"}),
+            reload_ack(request, "c", checksum="sum"),
+        ],
+        trainer_probe_logprobs=(-1.0, -1.0),
+        probe_tolerance=1e-3,
+        checksum="sum",
+    )
+    assert verdict.accepted == ("a",)
+    assert verdict.refused["b"] == "it received weights with checksum 'mus', sent was 'sum'"
+    assert "instead of ['tensors', 'checksum', 'load', 'probe']" in verdict.refused["c"]
+    # Nor does what proves a transfer prove a reload from files.
+    assert "verified" in judged(reload_ack(REQUEST, "a", **right)).refused["a"]

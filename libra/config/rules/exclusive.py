@@ -89,6 +89,13 @@ CHOICES: Final = (
         bool,
         "true",
     ),
+    # Every server receives at the same time, in the process that serves.
+    Dependence(
+        ("rollout_weight_reload_method", "rollout_weight_reload_strategy"),
+        "rollout_weight_sync_mode",
+        _is_not("nccl"),
+        "not nccl",
+    ),
     Dependence(
         ("rollout_weight_pause_mode",), "rollout_weight_reload_method", _is("inplace"), "inplace"
     ),

@@ -236,6 +236,7 @@ OWN_FLAGS: Mapping[str, str] = {
     "--scheduling-policy": "",
     "--middleware": "",
     "--worker-extension-cls": "",
+    "--weight-transfer-config": "rollout_weight_sync_mode",
 }
 """Arguments of `vllm serve` that a run sets itself, with the option that decides, if one does."""
 

@@ -20,7 +20,7 @@ from libra.trainer.fsdp.optimizer import build_optimizer, step_if_finite
 from libra.trainer.fsdp.weights import export_plan, local, whole_tensors
 from libra.trainer.head import Head, Sampling, ScoreRequest, chunk_tokens
 from libra.trainer.loss import LossSums
-from libra.trainer.world import World, sum_over_world
+from libra.trainer.world import World, are_finite, sum_over_world
 
 
 class FsdpScorer:
@@ -146,12 +146,17 @@ class FsdpBackend:
             sum_over_ranks=partial(sum_over_world, self._world),
         )
 
-    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def has_finite_weights(self) -> bool:
+        return are_finite(local(parameter.detach()) for parameter in self.model.parameters())
+
+    def hf_tensors(self, *, beat: Beat, to_cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         return whole_tensors(
             self.model.language_model,
             self._plan,
             dtype=self.export_dtype,
             rank=self._world.at.rank,
+            beat=beat,
+            to_cpu=to_cpu,
         )
 
     def stage(self, directory: Path) -> checkpoint.StagedState:

@@ -10,7 +10,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from libra.errors import DataError
 from libra.storage.safetensors import model_tensors
-from libra.trainer.backend import HfTensor
+from libra.trainer.backend import Beat, HfTensor
 
 NAMES_IN_A_MESSAGE = 5
 
@@ -49,16 +49,24 @@ def export_plan(language_model: Any, model_path: Path) -> dict[str, list[HfTenso
 
 
 def whole_tensors(
-    language_model: Any, plan: Mapping[str, Sequence[HfTensor]], *, dtype: torch.dtype, rank: int
+    language_model: Any,
+    plan: Mapping[str, Sequence[HfTensor]],
+    *,
+    dtype: torch.dtype,
+    rank: int,
+    beat: Beat,
+    to_cpu: bool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and tensor, in `dtype` on the CPU, on rank 0; every rank runs it to the end.
+    """Yield name and tensor, in `dtype`, on rank 0; every rank runs it to the end.
 
     One parameter is whole at a time.
     """
     for name, parameter in language_model.named_parameters():
+        beat()
         whole = full(parameter.detach()).to(dtype)
         if rank == 0:
-            tensor_of = dict(_in_files(language_model, name, whole.cpu()))
+            given = whole.cpu() if to_cpu else whole
+            tensor_of = dict(_in_files(language_model, name, given))
             yield from ((t.name, tensor_of[t.name].contiguous()) for t in plan[name])
         del whole
 

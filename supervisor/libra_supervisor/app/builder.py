@@ -198,4 +198,4 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             chat_default_tokens=config.rollout.max_new_tokens,
             queue_deadline_s=config.heterogeneous_rollout.scheduling.queue_deadline_s,
         )
-        return Gateway(self.room, fleet.url_or_none, options)
+        return Gateway(self.room, fleet.url_or_none, fleet.patience_with, options)

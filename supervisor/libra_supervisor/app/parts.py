@@ -36,6 +36,7 @@ def control_of(config: RunConfig, plan: Plan, prompts: Prompts, run_id: RunId) -
             min_rollout_gpus=min_rollout_gpus,
             probe_token_ids=prompts.probe_token_ids,
             probe_tolerance=probe_tolerance(config),
+            rank_heartbeat_timeout_s=config.supervision.rank_heartbeat_timeout_s,
         ),
         pool,
     )
@@ -48,6 +49,7 @@ def control_of(config: RunConfig, plan: Plan, prompts: Prompts, run_id: RunId) -
         policy=Policy(
             min_rollout_gpus=min_rollout_gpus,
             publishes=publishes,
+            transfers=config.weights.rollout_weight_sync_mode == "nccl",
             num_probes=plan.train.world_size
             if config.global_resource_planner.memory_budget_dry_run_enabled
             else 0,

@@ -341,7 +341,14 @@ class Run:
             scheduler=self._scheduler,
         )
         operator.registry = registry_of(
-            RunCollector(self._control, operator.status, self._stalls, forecaster, self._trackers)
+            RunCollector(
+                self._control,
+                operator.status,
+                self._stalls,
+                forecaster,
+                self._trackers,
+                self._scheduler,
+            )
         )
         return operator
 

@@ -20,6 +20,9 @@ from libra.wire.instance import (
 from libra_supervisor.instances.client import MODEL_NAME
 from libra_supervisor.process.spec import ProcessSpec
 
+TRANSFER_CONFIG = '{"backend": "libra"}'
+"""The engine that `libra.serving.plugin` registers."""
+
 CPU_KV_CACHE_BYTES = 64 * 2**20
 CPU_BATCHED_TOKENS = 4096
 """Tokens in one step of a CPU engine, which takes prompts whole; more where they may be longer."""
@@ -153,6 +156,8 @@ def _arguments(config: RunConfig, placement: InstancePlacement) -> tuple[str, ..
         "--generation-config": "vllm",
         **_memory_values(config, placement),
     }
+    if config.weights.rollout_weight_sync_mode == "nccl":
+        values["--weight-transfer-config"] = TRANSFER_CONFIG
     if placement.device_kind == "cpu" and placement.tp == 1:
         # Without a worker process of its own a server starts faster and takes 0.3 GB less.
         values["--distributed-executor-backend"] = "uni"

@@ -30,6 +30,13 @@ class CheckExport(msgspec.Struct, frozen=True, tag=True):
     manifest_hash: str
 
 
+class TellRanks(msgspec.Struct, frozen=True, tag=True):
+    """Say the same to every rank."""
+
+    attempt: int
+    command: RankCommand
+
+
 class TellRankZero(msgspec.Struct, frozen=True, tag=True):
     attempt: int
     command: RankCommand
@@ -180,6 +187,7 @@ class EndRun(msgspec.Struct, frozen=True, tag=True):
 Command: TypeAlias = (
     PrepareExport
     | CheckExport
+    | TellRanks
     | TellRankZero
     | SendBatch
     | SaveRun

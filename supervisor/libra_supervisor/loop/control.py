@@ -24,6 +24,8 @@ from libra.wire.rank import (
     SaveBegun,
     StepTrained,
     WeightsExported,
+    WeightsOffered,
+    WeightsSent,
 )
 from libra_supervisor import events
 from libra_supervisor.loop import commands, cycle
@@ -46,6 +48,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     min_rollout_gpus: int
     publishes: bool
     """False: `rollout_weight_sync_mode: none`."""
+
+    transfers: bool = False
+    """Weights go through a process group: the trainer holds a version until it is committed."""
 
     num_probes: int = 0
     """Ranks that run a recompute probe before training; 0: none does."""
@@ -249,12 +254,16 @@ class Control:
             case "impossible":
                 return (commands.EndRun(InfeasiblePlanError.exit_code, event.message),)
 
-    def _on_rank_said(self, said: RankEvent, at: Moment) -> tuple[Command, ...]:
+    def _on_rank_said(  # noqa: C901, PLR0912 - a table
+        self, said: RankEvent, at: Moment
+    ) -> tuple[Command, ...]:
         match said:
             case WeightsExported(policy_version=version):
                 self.book.on_exported(said.export_s)
                 check = self.publication.on_exported(said)
                 return (*check, *self._follow(self.cycle.on_exported(version, now=at.now), at))
+            case WeightsOffered() | WeightsSent():
+                return self._on_transfer(said, at)
             case StepTrained(metrics=metrics):
                 if metrics is None:
                     return ()
@@ -274,6 +283,13 @@ class Control:
                 return ()
             case _:
                 assert_never(said)
+
+    def _on_transfer(self, said: WeightsOffered | WeightsSent, at: Moment) -> tuple[Command, ...]:
+        if isinstance(said, WeightsSent):
+            self.book.on_exported(said.send_s)
+            return self.publication.on_sent(said)
+        self.book.on_reload_begun(at)
+        return self.publication.on_offered(said, at=at)
 
     def _on_engines(
         self,
@@ -417,7 +433,7 @@ class Control:
                     commands.ReplaceInstance(instance_id, reason),
                 )
             case events.ReloadRequested():
-                return self.publication.refresh(at)
+                return self.publication.refresh(at, held=self.cycle.held_version)
             case events.Ticked():
                 return (
                     *self.desk.on_tick(now=at.now),
@@ -458,8 +474,9 @@ class Control:
             *self.publication.retry(at),
             *self._finish_publication(at),
             *self._finish_evaluation(at),
-            *self.publication.catch_up(at=at),
+            *self.publication.catch_up(at=at, held=self.cycle.held_version),
             *self._take_batch(at),
+            *self._publish_when_nobody_serves(at),
             *self._admit(at),
         )
 
@@ -481,8 +498,21 @@ class Control:
         if version is None:
             return ()
         self.publication.just_committed = None
-        self.book.on_reloaded(at)
-        return self._follow(self.cycle.on_settled(version, now=at.now), at)
+        self.book.on_reloaded(at, is_held=self._policy.transfers)
+        freed: tuple[Command, ...] = ()
+        if self._policy.transfers:
+            freed = self._follow(self.cycle.on_exported(version, now=at.now), at)
+        return (*freed, *self._follow(self.cycle.on_settled(version, now=at.now), at))
+
+    def _publish_when_nobody_serves(self, at: Moment) -> tuple[Command, ...]:
+        """Late engines need a version that is served, and nobody is left to serve it."""
+        if not self._policy.transfers or not self.publication.is_idle:
+            return ()
+        states = (MemberState.SERVING, MemberState.RELOADING, MemberState.DRAINING)
+        num_gpus = self.pool.num_gpus_in(MemberState.STALE)
+        if self.pool.ids_in(*states) or num_gpus < self._policy.min_rollout_gpus:
+            return ()
+        return self._follow(self.cycle.on_nobody_serves(), at)
 
     def _finish_evaluation(self, at: Moment) -> tuple[Command, ...]:
         version = self.evaluator.just_done

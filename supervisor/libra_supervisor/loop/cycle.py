@@ -134,6 +134,13 @@ class Cycle:
         return self._publishing
 
     @property
+    def held_version(self) -> PolicyVersion | None:
+        """What the ranks hold and could publish now; None while they train or are not there."""
+        if self._phase in (Phase.STARTING, Phase.TRAINING, Phase.STOPPED):
+            return None
+        return PolicyVersion(self._step)
+
+    @property
     def stop_reason(self) -> str | None:
         return self._stop_reason
 
@@ -167,6 +174,15 @@ class Cycle:
         if self._is_publication_owed():
             return (*begun, *self._publish_when_evaluated(now))
         return (*begun, *self._save_or_go_on(now))
+
+    def on_nobody_serves(self) -> tuple[Command, ...]:
+        """No engine has the served version or can be given it: publish what the trainer holds."""
+        is_waiting = self._phase in (Phase.COLLECTING, Phase.EVALUATING)
+        if not is_waiting or self._publishing is not None or self._committed == self._step:
+            return ()
+        dropped = self._drop_evaluation()
+        self._evaluated = None
+        return (*dropped, *self._publish())
 
     def on_batch_taken(self, step: int) -> tuple[Command, ...]:
         """The batch of `step` is on its way to the ranks."""

@@ -112,6 +112,8 @@ class Executor:
                 self._start(self._prepare_export, attempt, version)
             case commands.CheckExport():
                 self._start(self._check_export, command)
+            case commands.TellRanks(attempt, message):
+                ports.ranks.tell_all(attempt, message)
             case commands.TellRankZero(attempt, message):
                 ports.ranks.tell_rank_zero(attempt, message)
             case commands.SendBatch():

@@ -29,9 +29,18 @@ class OpenBatch(msgspec.Struct, kw_only=True):
     refused_acks: list[RefusedAck] = []
     quarantined: dict[InstanceId, str] = {}
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every member has proved the version."""
+        return all(state == "acked" for state in self.batch.state_of.values())
+
     def has_failed(self, instance_id: InstanceId) -> bool:
         """Whether it told of its failure itself, so that its process lives."""
         return any(ack.instance_id == instance_id and ack.error is not None for ack in self.acks)
+
+    def was_aborted(self, instance_id: InstanceId) -> bool:
+        """Whether its transfer was broken off by another member."""
+        return any(ack.instance_id == instance_id and ack.was_aborted for ack in self.acks)
 
     def record(self, outcome: str, weights: WeightsConfig, *, at: Moment) -> ReloadRecord:
         request, verdict = self.batch.request, self.verdict

@@ -5,6 +5,8 @@ rank 0's verdict, commit. An engine that joins later catches up with a batch of 
 against the probe logprobs that the trainer sent along with the export.
 """
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -17,8 +19,17 @@ from libra.pools.pool import RolloutPool
 from libra.weights import reload as batches
 from libra.weights.judge import STOP_FACTOR, judge_acks
 from libra.weights.reload import Member, ReloadBatch
-from libra.wire.instance import ReloadAck, ReloadRequest, WeightsReceipt
-from libra.wire.rank import AcksJudged, JudgeAcks, WeightsExported
+from libra.wire.instance import ReloadAck, ReloadRequest, WeightsReceipt, WeightsTransfer
+from libra.wire.rank import (
+    AbortTransfer,
+    AcksJudged,
+    JudgeAcks,
+    OfferWeights,
+    SendWeights,
+    WeightsExported,
+    WeightsOffered,
+    WeightsSent,
+)
 from libra_supervisor.loop.commands import (
     CheckExport,
     Command,
@@ -29,12 +40,14 @@ from libra_supervisor.loop.commands import (
     RouteTo,
     Say,
     SendReload,
+    TellRanks,
     TellRankZero,
     Unroute,
     WriteReload,
 )
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.open_batch import OpenBatch, ReloadCounts, disagreement
+from libra_supervisor.loop.transfer_desk import TransferDesk
 from libra_supervisor.records.reload import RefusedAck
 
 MAX_FAILED_BATCHES = 3
@@ -49,6 +62,12 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     min_rollout_gpus: int
     probe_token_ids: tuple[int, ...]
     probe_tolerance: float
+    rank_heartbeat_timeout_s: float = math.inf
+
+    @property
+    def transfers(self) -> bool:
+        """Weights go through a process group, not over a disk."""
+        return self.weights.rollout_weight_sync_mode == "nccl"
 
 
 class Publication:
@@ -61,6 +80,12 @@ class Publication:
         self._receipt: WeightsReceipt | None = None
         self._is_being_checked = False
         self._open: OpenBatch | None = None
+        self._desk = TransferDesk(
+            terms.weights, rank_heartbeat_timeout_s=terms.rank_heartbeat_timeout_s
+        )
+        self._num_aborts_of = Counter[Incarnation]()
+        """Transfers in a row that a process lost by another's fault."""
+
         self._committed: PolicyVersion | None = None
         self._newest_asked: PolicyVersion | None = None
         self._to_rescue: dict[InstanceId, Incarnation] = {}
@@ -91,6 +116,11 @@ class Publication:
             return tuple(sorted(coming))
         return () if self._open is None else tuple(sorted(self._open.batch.in_flight))
 
+    @property
+    def is_idle(self) -> bool:
+        """No batch is open or due, and rank 0 sends nothing."""
+        return self._open is None and not self._is_retry_due and not self._desk.is_sending
+
     def is_replacing(self, instance_id: InstanceId, incarnation: Incarnation) -> bool:
         """Whether that process ends because of a reload by restart."""
         return self._open is not None and self._open.batch.is_replacing(instance_id, incarnation)
@@ -102,7 +132,34 @@ class Publication:
 
     def begin(self, version: PolicyVersion, *, attempt: int) -> tuple[Command, ...]:
         self._attempt = attempt
-        return (PrepareExport(attempt, version),)
+        if not self._terms.transfers:
+            return (PrepareExport(attempt, version),)
+        terms = self._terms
+        offer = OfferWeights(terms.run_id, version, terms.probe_token_ids)
+        return (TellRanks(attempt, offer),)
+
+    def on_offered(self, offered: WeightsOffered, *, at: Moment) -> tuple[Command, ...]:
+        """The ranks hold these weights until they are committed."""
+        if offered.error:
+            reason = f"the trainer's weights v{offered.policy_version} are broken: {offered.error}"
+            return (EndRun(4, reason),)
+        self._desk.on_offered(offered)
+        self._exported = WeightsExported(
+            policy_version=offered.policy_version,
+            directory="",
+            manifest_hash=offered.offer_hash,
+            probe_logprobs=offered.probe_logprobs,
+            export_s=offered.offer_s,
+        )
+        return self.reload(at=at)
+
+    def on_sent(self, sent: WeightsSent) -> tuple[Command, ...]:
+        """Rank 0 is through with a transfer; a member's ACK says what became of it there."""
+        self._desk.on_sent(sent)
+        if not sent.error:
+            return ()
+        fields: dict[str, object] = {"version": sent.policy_version, "why": sent.error}
+        return (Say("transfer_broken_off", fields, is_warning=True),)
 
     def on_exported(self, exported: WeightsExported) -> tuple[Command, ...]:
         self._exported, self._receipt = exported, None
@@ -124,35 +181,51 @@ class Publication:
         return (*cancelled, *self._start(members, is_catch_up=False, at=at))
 
     def retry(self, at: Moment) -> tuple[Command, ...]:
-        """Try a failed batch again once enough of the replaced engines answer."""
-        if not self._is_retry_due or not self._pool.is_settled:
+        """Try a failed batch again once enough engines answer."""
+        if not self._is_retry_due:
             return ()
-        num_gpus = sum(self._pool[i].num_gpus for i in self._pool.answering_ids)
-        return self.reload(at=at) if num_gpus >= self._terms.min_rollout_gpus else ()
+        # Replacements take their time, which those that can receive again need not wait for. But
+        # rank 0 must be through: if it is gone, the gang's loss is what is going on.
+        is_early = self._desk.is_sending if self._terms.transfers else not self._pool.is_settled
+        if is_early or self._num_gpus_to_reload < self._terms.min_rollout_gpus:
+            return ()
+        return self.reload(at=at)
 
-    def catch_up(self, *, at: Moment) -> tuple[Command, ...]:
-        """Bring late engines to the committed version; nothing while a batch is open."""
-        if self._open is not None or self._committed is None or self._exported is None:
+    @property
+    def _num_gpus_to_reload(self) -> int:
+        return sum(self._pool[it].num_gpus for it in self._pool.answering_ids)
+
+    def catch_up(self, *, at: Moment, held: PolicyVersion | None = None) -> tuple[Command, ...]:
+        """Bring late engines to the committed version; nothing while a batch is open.
+
+        `held`: what the ranks could send now, if anything; it matters to transfers alone.
+        """
+        if self._open is not None or not self._can_give(held):
             return ()
-        if self._exported.policy_version != self._committed:
-            return ()
-        rescued = [
-            instance_id
-            for instance_id, incarnation in self._to_rescue.items()
-            if self._pool[instance_id].incarnation == incarnation
-        ]
-        self._to_rescue.clear()
+        rescued = self._take_to_rescue()
         members = self._members_in([*self._pool.ids_in(MemberState.STALE), *rescued])
         if not members:
             return ()
         return self._start(members, is_catch_up=True, at=at)
 
-    def refresh(self, at: Moment) -> tuple[Command, ...]:
+    def _can_give(self, held: PolicyVersion | None) -> bool:
+        """Whether the committed version is there to be loaded."""
+        if self._committed is None or self._exported is None:
+            return False
+        if self._exported.policy_version != self._committed:
+            return False
+        if not self._terms.transfers:
+            return True
+        return held == self._committed and not self._desk.is_sending and not self._is_retry_due
+
+    def refresh(self, at: Moment, *, held: PolicyVersion | None = None) -> tuple[Command, ...]:
         """Load the committed version into every engine that answers, once more."""
-        is_settled = self._exported is not None and self._exported.policy_version == self._committed
-        if self._open is not None or not is_settled:
+        if self._open is not None or not self._can_give(held):
             # What was exported last may not even have been checked yet.
-            return (Say("reload_refused", {"why": "a reload is on its way"}, is_warning=True),)
+            why = "a reload is on its way"
+            if self._open is None and self._terms.transfers:
+                why = "the ranks do not hold the served version any more, or are busy"
+            return (Say("reload_refused", {"why": why}, is_warning=True),)
         members = self._members_in(self._pool.answering_ids)
         return self._start(members, is_catch_up=True, at=at) if members else ()
 
@@ -186,10 +259,12 @@ class Publication:
         """Its process is about to be replaced on purpose: nobody waits for its ACK."""
         if self._open is None:
             return ()
-        return self._apply(self._open.batch.on_left(instance_id, now=at.now), at=at)
+        is_receiving = instance_id in self._open.batch.in_flight
+        broken = self._break_off(instance_id, "it is leaving") if is_receiving else ()
+        return (*broken, *self._apply(self._open.batch.on_left(instance_id, now=at.now), at=at))
 
     def on_judged(self, verdict: AcksJudged, *, at: Moment) -> tuple[Command, ...]:
-        if self._open is None or self._open.is_catch_up:
+        if self._open is None or self._judges_itself(self._open):
             return ()
         return self._judged(self._open, verdict, at=at)
 
@@ -205,6 +280,7 @@ class Publication:
         self._exported = self._receipt = None
         self._is_being_checked = False
         self._committed = None
+        self._desk.on_gang_lost()
         return (*cancelled, *self._replace_unrescued())
 
     def keep_base(self, version: PolicyVersion) -> None:
@@ -225,10 +301,17 @@ class Publication:
         newest = self._newest_asked
         force = is_catch_up or newest is None or exported.policy_version <= newest
         self._newest_asked = max(exported.policy_version, newest or exported.policy_version)
+        nonce = f"{self._attempt}-{self._num_batches}-{at.wall_ns:x}"
+        transfer: WeightsTransfer | None = None
+        told: tuple[Command, ...] = ()
+        if self._terms.transfers and members:
+            transfer = self._desk.transfer(members, nonce=nonce)
+            send = SendWeights(exported.policy_version, nonce, transfer)
+            told = (TellRanks(self._attempt, send),)
         request = ReloadRequest(
             run_id=self._terms.run_id,
             policy_version=exported.policy_version,
-            nonce=f"{self._attempt}-{self._num_batches}-{at.wall_ns:x}",
+            nonce=nonce,
             weights_directory=exported.directory,
             manifest_hash=exported.manifest_hash,
             strategy=self._terms.weights.rollout_weight_reload_strategy,
@@ -236,6 +319,7 @@ class Publication:
             probe_token_ids=self._terms.probe_token_ids,
             force=force,
             receipt=self._receipt,
+            transfer=transfer,
         )
         batch = ReloadBatch(
             request,
@@ -252,7 +336,7 @@ class Publication:
             begun_at=at.now,
             trainer_probe_logprobs=exported.probe_logprobs,
         )
-        return self._apply(batch.start(now=at.now), at=at)
+        return (*told, *self._apply(batch.start(now=at.now), at=at))
 
     def _apply(self, commands: Iterable[batches.Command], *, at: Moment) -> tuple[Command, ...]:
         done: list[Command] = []
@@ -265,6 +349,7 @@ class Publication:
                 case batches.RefuseAck(ack, reason):
                     done.append(self._refuse(ack, reason))
                 case batches.Quarantine(instance_id, reason):
+                    done += self._break_off(instance_id, reason)
                     done += self._quarantine(instance_id, reason, at=at)
                 case batches.JudgeBatch(request, acks):
                     done += self._judge(request, acks, at=at)
@@ -274,13 +359,25 @@ class Publication:
                     done += self._fail(reason, at=at)
         return tuple(done)
 
+    def _break_off(self, instance_id: InstanceId, reason: str) -> tuple[Command, ...]:
+        """A transfer that one member lost cannot end well for those that are still in it."""
+        group_id = self._desk.group_to_abort()
+        if group_id is None:
+            return ()
+        abort = AbortTransfer(group_id, f"{instance_id}: {reason}")
+        return (TellRankZero(self._attempt, abort),)
+
+    def _judges_itself(self, open_batch: OpenBatch) -> bool:
+        """Late engines' ACKs are judged here, unless only rank 0 knows what was sent."""
+        return open_batch.is_catch_up and open_batch.batch.request.transfer is None
+
     def _judge(
         self, request: ReloadRequest, acks: tuple[ReloadAck, ...], *, at: Moment
     ) -> tuple[Command, ...]:
         open_batch = self._open
         if open_batch is None:
             return ()
-        if not open_batch.is_catch_up:
+        if not self._judges_itself(open_batch):
             return (TellRankZero(self._attempt, JudgeAcks(request, acks)),)
         verdict = judge_acks(
             request,
@@ -328,6 +425,8 @@ class Publication:
             )
             if serves:
                 done.append(RouteTo(instance_id, incarnation, version))
+            self._num_aborts_of.pop(incarnation, None)
+        self._desk_on_batch_ended()
         if self._open is not None and not self._open.is_catch_up:
             self.just_committed = version
             in_use = {m.version for m in self._pool.members if m.version is not None}
@@ -347,10 +446,13 @@ class Publication:
     ) -> tuple[Command, ...]:
         """Out of routing. A process that told of its failure gets one more try before it ends."""
         open_batch, incarnation = self._open, self._pool[instance_id].incarnation
-        self._pool.on_reload_failed(instance_id, reason, now=at.now)
         done: list[Command] = [Unroute(instance_id)]
         if open_batch is not None:
             open_batch.quarantined[instance_id] = reason
+        if self._has_lost_transfer(open_batch, instance_id):
+            self._pool.on_reload_aborted(instance_id, reason, now=at.now)
+            return tuple(done)
+        self._pool.on_reload_failed(instance_id, reason, now=at.now)
         if incarnation is None:
             # Its process is gone and will be followed by another; to ask would end that one.
             return tuple(done)
@@ -360,19 +462,33 @@ class Publication:
             return (*done, Say("reload_tried_again_later", fields, is_warning=True))
         return (*done, ReplaceInstance(instance_id, reason))
 
+    def _has_lost_transfer(self, open_batch: OpenBatch | None, instance_id: InstanceId) -> bool:
+        """Whether it only has to receive again. Not for ever: then it is the one that cannot."""
+        incarnation = self._pool[instance_id].incarnation
+        if open_batch is None or incarnation is None or not open_batch.was_aborted(instance_id):
+            return False
+        self._num_aborts_of[incarnation] += 1
+        return self._num_aborts_of[incarnation] < MAX_FAILED_BATCHES
+
     def _replace_unrescued(self) -> tuple[Command, ...]:
         """No version is committed that they could be tried with."""
-        doomed, self._to_rescue = self._to_rescue, {}
-        return tuple(
-            ReplaceInstance(instance_id, "its reload failed")
-            for instance_id, incarnation in doomed.items()
-            if self._pool[instance_id].incarnation == incarnation
-        )
+        doomed = self._take_to_rescue()
+        return tuple(ReplaceInstance(it, "its reload failed") for it in doomed)
+
+    def _take_to_rescue(self) -> list[InstanceId]:
+        waiting, self._to_rescue = self._to_rescue, {}
+        return [it for it, process in waiting.items() if self._pool[it].incarnation == process]
+
+    def _desk_on_batch_ended(self) -> None:
+        """A group goes on only when every member of it came through."""
+        if self._open is not None and not self._open.is_whole:
+            self._desk.leave_group()
 
     def _cancel(self, why: str, *, at: Moment) -> tuple[Command, ...]:
         if self._open is None:
             return ()
         self._open.batch.cancel()
+        self._desk.leave_group()
         written = self._written(f"cancelled: {why}", at=at)
         self._open = None
         return (written,)
@@ -381,6 +497,7 @@ class Publication:
         """Too few engines proved the version: once more with their replacements, a few times."""
         written = self._written(f"failed: {reason}", at=at)
         is_catch_up = self._open is not None and self._open.is_catch_up
+        self._desk.leave_group()
         self._open = None
         if is_catch_up:
             return (written,)
@@ -391,6 +508,9 @@ class Publication:
             return (written, EndRun(4, f"{reason}{times}"))
         self._is_retry_due = True
         said = Say("reload_failed", {"why": reason}, is_warning=True)
+        if self._terms.transfers and self._num_gpus_to_reload >= self._terms.min_rollout_gpus:
+            # Who failed by its own fault is tried again once the others have proved the version.
+            return (written, said)
         return (written, said, *self._replace_unrescued())
 
     def _written(self, outcome: str, *, at: Moment) -> WriteReload:

@@ -72,11 +72,16 @@ class StepBook:
         self._reload_begun_at = at.now
         self.rollouts.on_paused(is_paused=True, now=at.now)
 
-    def on_reloaded(self, at: Moment) -> None:
-        """Belongs to whatever step is in progress: it was made by an earlier one."""
+    def on_reloaded(self, at: Moment, *, is_held: bool = False) -> None:
+        """Belongs to whatever step is in progress: it was made by an earlier one.
+
+        `is_held`: the trainer stood still for it, though not longer than it was sending.
+        """
         self.rollouts.on_paused(is_paused=False, now=at.now)
         if self._reload_begun_at is not None:
             self._reload_s = at.now - self._reload_begun_at
+        if is_held and self._draft is not None:
+            self._draft.publish_wait_s += max(0.0, self._reload_s - self._draft.export_s)
 
     def on_phase(self, *, is_settling: bool, at: Moment) -> None:
         """Measure how long the trainer does nothing but wait for a publication."""

@@ -141,8 +141,11 @@ def _threads_per_rank(site: GangSite) -> int:
     num_ranks = site.placement.world_size
     if site.device == "cpu":
         return max(1, len(site.cpu_cores) // num_ranks)
-    num_cores = len(site.cpu_cores or os.sched_getaffinity(0))
-    return max(1, min(MAX_THREADS_BESIDE_GPU, num_cores // num_ranks))
+    if any(site.rank_cores):
+        share = min(map(len, site.rank_cores))
+    else:
+        share = len(os.sched_getaffinity(0)) // num_ranks
+    return max(1, min(MAX_THREADS_BESIDE_GPU, share))
 
 
 class RankError(msgspec.Struct, frozen=True):

@@ -12,26 +12,34 @@ import msgspec
 
 from libra.ids import Rank
 from libra.wire.rank import (
+    AbortTransfer,
     AcksJudged,
     ExportWeights,
     Heartbeat,
     JudgeAcks,
+    OfferWeights,
     RankCommand,
     RankEvent,
     SaveBegun,
     SaveCheckpoint,
+    SendWeights,
     Shutdown,
     StepTrained,
     TrainStep,
     WeightsExported,
+    WeightsOffered,
+    WeightsSent,
 )
 
-_ANSWER_TO: Final[dict[type[RankCommand], type[RankEvent]]] = {
+ANSWER_TO: Final[dict[type[RankCommand], type[RankEvent]]] = {
     TrainStep: StepTrained,
     ExportWeights: WeightsExported,
+    OfferWeights: WeightsOffered,
+    SendWeights: WeightsSent,
     SaveCheckpoint: SaveBegun,
     JudgeAcks: AcksJudged,
 }
+UNANSWERED: Final = (AbortTransfer, Shutdown)
 _OWN_ANSWERS: Final = (StepTrained, SaveBegun)
 
 
@@ -53,14 +61,14 @@ class RankWatch:
         self._phase: dict[Rank, str] = {}
 
     def on_sent(self, ranks: Iterable[Rank], command: RankCommand, *, now: float) -> None:
-        if isinstance(command, Shutdown):
+        if isinstance(command, UNANSWERED):
             return
         for rank in ranks:
             owed = self._owed.setdefault(rank, [])
             # The clock of a rank that was idle starts with its command.
             if not owed:
                 self._heard_at[rank] = now
-            owed.append(_ANSWER_TO[type(command)])
+            owed.append(ANSWER_TO[type(command)])
 
     def on_event(self, rank: Rank, event: RankEvent, *, now: float) -> None:
         if isinstance(event, AcksJudged):

@@ -1,0 +1,231 @@
+"""The process group of a weight transfer, apart from torch's default group, and its signals.
+
+A TCP store at trainer rank 0 holds what the members tell each other beside the data. Every wait
+looks at it, so that whoever fails frees all others: it sets `abort`, or it was rank 0 and the
+store is gone.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+
+from libra import clock
+from libra.transfer.outcome import TransferAbortedError
+
+# What is used here is there in every torch, but not in its type stubs.
+dist: Any = torch.distributed
+
+LOOPBACK = "127.0.0.1"
+STORE_TIMEOUT = timedelta(seconds=10)
+FORM_TIMEOUT_S = 30.0
+"""To connect to each other once all are there."""
+
+POLL_S = 0.01
+WORK_POLL_S = 0.0005
+SIGNALS_EVERY_S = 0.2
+LONGEST = timedelta(days=1)
+"""Given to NCCL's own watchdog, which would end the process: our waits are the shorter ones."""
+
+Beat = Callable[[], None]
+"""Called while waiting, several times a second."""
+
+
+def open_store() -> tuple[Any, int]:
+    """Listen on loopback with a store; returns it and its port."""
+    # Bound here and handed over, so that the port is ours before anybody is told its number, and
+    # nobody from outside can reach it.
+    listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=STORE_TIMEOUT,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+def connect_store(host: str, port: int) -> Any:
+    """Reach rank 0's store. Raises TransferAbortedError when it is not there."""
+    try:
+        return dist.TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT
+        )
+    except RuntimeError as error:
+        raise TransferAbortedError(
+            f"the trainer's store does not answer: {_first(error)}"
+        ) from error
+
+
+class Signals:
+    """What the members of one group tell each other."""
+
+    def __init__(self, store: Any, group_id: str) -> None:
+        self.store = dist.PrefixStore(group_id, store)
+
+    def count(self, name: str, *, more: int = 0) -> int:
+        """Add `more` to a counter; returns what it is then."""
+        with _mapped():
+            return int(self.store.add(name, more))
+
+    def say(self, name: str, value: str) -> None:
+        with _mapped():
+            self.store.set(name, value)
+
+    def heard(self, name: str) -> str | None:
+        """What was said under `name`, or None."""
+        with _mapped():
+            return self.store.get(name).decode() if self.store.check([name]) else None
+
+    def check(self) -> None:
+        """Raise TransferAbortedError when a member has given up, or rank 0 is gone."""
+        if (reason := self.heard("abort")) is not None:
+            raise TransferAbortedError(reason)
+
+    def abort(self, reason: str) -> None:
+        """Have every member's wait end; says nothing when rank 0 is gone anyway."""
+        with suppress(TransferAbortedError):
+            if self.heard("abort") is None:
+                self.say("abort", reason)
+
+    def wait(self, is_done: Callable[[], bool], *, timeout_s: float, what: str, beat: Beat) -> None:
+        """Raise TransferAbortedError on an abort, or after `timeout_s`."""
+        deadline = clock.monotonic() + timeout_s
+        while not is_done():
+            self.check()
+            beat()
+            if clock.monotonic() >= deadline:
+                raise TransferAbortedError(f"{what} took more than {timeout_s:g} s")
+            time.sleep(POLL_S)
+
+
+class Group:
+    """One member's end of the group. It ends with the first error; never use it afterwards."""
+
+    def __init__(self, backend: Any, signals: Signals) -> None:
+        self._backend = backend
+        self.signals = signals
+
+    def broadcast(self, tensor: torch.Tensor) -> Any:
+        """Begin to send from rank 0, or to receive into `tensor`; returns what `wait` takes."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        return self._backend.broadcast([tensor], options)
+
+    def wait(self, work: Any, *, stall_s: float, beat: Beat) -> None:
+        """Return when `work` is done. Raises TransferAbortedError."""
+        began_at = looked_at = clock.monotonic()
+        while not work.is_completed():
+            now = clock.monotonic()
+            if now - looked_at >= SIGNALS_EVERY_S:
+                looked_at = now
+                self.signals.check()
+                beat()
+            if now - began_at >= stall_s:
+                raise TransferAbortedError(f"nothing came through for {stall_s:g} s")
+            time.sleep(WORK_POLL_S)
+        try:
+            # Does not wait any more: it raises what went wrong, and orders the device's streams.
+            work.wait()
+        except RuntimeError as error:
+            raise TransferAbortedError(f"a member's connection broke: {_first(error)}") from error
+
+    def close(self) -> None:
+        """Break the connections, so that peers that still wait for us do not."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            # Its end waits for operations under way, up to their timeout.
+            threading.Thread(target=_destroy, args=([backend],), daemon=True).start()
+
+
+class Place(NamedTuple):
+    """Where a member stands in its group."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+def join(signals: Signals, place: Place, *, timeout_s: float, stall_s: float, beat: Beat) -> Group:
+    """Wait for all members, then connect to them. Raises TransferAbortedError, at every member."""
+    try:
+        signals.count("joined", more=1)
+        signals.wait(
+            lambda: signals.count("joined") >= place.world_size,
+            timeout_s=timeout_s,
+            what="coming together for a transfer",
+            beat=beat,
+        )
+        return Group(_connected(signals.store, place, stall_s), signals)
+    except BaseException as error:
+        signals.abort(f"rank {place.rank} could not join: {error}")
+        raise
+
+
+def _connected(signals: Any, place: Place, stall_s: float) -> Any:
+    store = dist.PrefixStore("group", signals)
+    connect = _nccl if place.device.type == "cuda" else _gloo
+    # Connecting to each other takes longer than one look at the store may.
+    store.set_timeout(timedelta(seconds=FORM_TIMEOUT_S))
+    try:
+        return connect(store, place, stall_s)
+    except RuntimeError as error:
+        raise TransferAbortedError(f"the group was not formed: {_first(error)}") from error
+    finally:
+        store.set_timeout(STORE_TIMEOUT)
+
+
+def _gloo(store: Any, place: Place, stall_s: float) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - the only way to choose the interface
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]  # noqa: SLF001
+    options._timeout = timedelta(seconds=stall_s)  # noqa: SLF001
+    options._threads = 1  # noqa: SLF001 - broadcasts are one after another
+    return dist.ProcessGroupGloo(store, place.rank, place.world_size, options)
+
+
+def _nccl(store: Any, place: Place, stall_s: float) -> Any:
+    del stall_s  # our own waits keep it
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = LONGEST  # noqa: SLF001
+    # Read once, here: an error of this group must not end the process, or training would end with
+    # it. The value of the other groups stays.
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)  # noqa: TID251 - NCCL's only way to be told
+    os.environ[name] = "0"  # noqa: TID251
+    try:
+        backend = dist.ProcessGroupNCCL(store, place.rank, place.world_size, options)
+        backend.eager_connect_single_device(place.device)
+    finally:
+        if before is None:
+            del os.environ[name]  # noqa: TID251
+        else:
+            os.environ[name] = before  # noqa: TID251
+    return backend
+
+
+def _destroy(held: list[Any]) -> None:
+    backend = held.pop()
+    with suppress(RuntimeError):
+        backend.abort()
+
+
+@contextmanager
+def _mapped() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransferAbortedError(f"the trainer is gone: {_first(error)}") from error
+
+
+def _first(error: Exception) -> str:
+    return str(error).splitlines()[0][:200]
