@@ -102,14 +102,15 @@ async def test_all_that_a_rank_prints_is_known_as_its_own(tmp_path):
             gang.stop()
         exited = of(place, ChildExited)[0]
     query = LogQuery(directory=tmp_path / "logs", child_ids=(ChildId("trainer"),))
-    lines = list(read_lines(query))
+    lines, aborted = list(read_lines(query)), 0
     for rank in (0, 1):
         own = [line for line in lines if line.rank == rank]
         out = [line.text for line in own if line.stream is Stream.OUT]
         assert out[:201] == [*(f"C says {k}" for k in range(200)), "Python says"]
         err = [line.text for line in own if line.stream is Stream.ERR]
         assert err[0] == "half a line, and the rest"
-        assert "Fatal Python error: Aborted" in err
+        aborted += "Fatal Python error: Aborted" in err
+    assert aborted >= 1, "torchrun may end the other before it does"
     dumps = [line for line in exited.last_lines if "(most recent call first)" in line]
     assert dumps, exited.last_lines
     assert all(line.startswith("[rank ") for line in dumps)
