@@ -12,12 +12,13 @@ from random import Random
 from typing import Final, TypeAlias
 
 import anyio
+import msgspec
 
 from libra import clock
 from libra.config.supervision import SupervisionConfig
 from libra.errors import ChildError, PeerError, ungrouped
 from libra.ids import Incarnation, Rank
-from libra.wire.rank import Hello, RankCommand, RankEvent, Shutdown
+from libra.wire.rank import Hello, RankCommand, RankEvent, Shutdown, StepTrained
 from libra_supervisor.events import (
     ChildEvent,
     ChildGaveUp,
@@ -85,12 +86,14 @@ class Gang:
         """`hindrance` says why an attempt has to wait: memory in use on its devices."""
         self._site = site
         self._post = post
-        self._hooks = _GangHooks(site, config, choose, post, hindrance)
+        self._newest_step = 0
+        self._hooks = _GangHooks(site, config, choose, self._hear, hindrance)
         self._supervision = Supervision(
             TRAINER_ID,
             self._hooks,
             spawner=spawner,
-            budget=RestartBudget(policy_from(config)),
+            # A step is minutes of work of all ranks: it is progress whenever it comes.
+            budget=RestartBudget(msgspec.structs.replace(policy_from(config), stable_s=0.0)),
             deadlines=gang_deadlines(config),
             post=self._pass_on,
             rng=rng,
@@ -120,10 +123,6 @@ class Gang:
         """Start another attempt on purpose; costs nothing of the budget."""
         self._supervision.restart()
 
-    def note_progress(self) -> None:
-        """A step was trained: failures before it no longer count as a row."""
-        self._supervision.note_progress()
-
     def status(self) -> ChildStatus:
         return self._supervision.status()
 
@@ -150,6 +149,17 @@ class Gang:
 
     async def until_down(self) -> None:
         await self._supervision.until_down()
+
+    async def _hear(self, event: GangEvent) -> None:
+        # A step trained once more, after a restart, is no progress.
+        if (
+            isinstance(event, RankSaid)
+            and isinstance(event.event, StepTrained)
+            and event.event.step > self._newest_step
+        ):
+            self._newest_step = event.event.step
+            self._supervision.note_progress()
+        await self._post(event)
 
     async def _pass_on(self, event: ChildEvent) -> None:
         await self._post(event)

@@ -75,6 +75,35 @@ async def test_one_rank_dies_and_all_start_again_on_one_budget(tmp_path, does, s
         assert [event.attempt for event in of(place, GangReady)] == [1, 2]
 
 
+@pytest.mark.case("R-B65")
+@pytest.mark.parametrize("advances", [True, False])
+async def test_only_steps_that_were_not_trained_before_clear_the_row_of_failures(
+    tmp_path, advances
+):
+    misbehaves = {"rank": 1, "attempts": [1, 2, 3, 4], "does": "exit", "after": 1}
+    async with site(tmp_path) as place:
+        async with gang_in(
+            place,
+            tmp_path,
+            misbehaves=misbehaves,
+            restart_max_without_progress=2,
+            restart_max_in_window=100,
+        ) as gang:
+            for attempt in (1, 2, 3, 4) if advances else (1, 2, 3):
+                step = TrainStep(attempt if advances else 1, ())
+                await ready(place, attempt)
+                await gang.broadcast(step)
+                await until(lambda attempt=attempt: trained(place, attempt) == [0, 1])
+                await gang.broadcast(step)
+            if advances:
+                await ready(place, 5)
+                gang.stop()
+            else:
+                await until(lambda: of(place, GangGaveUp))
+        assert gang.status().num_failures == (4 if advances else 3)
+        assert bool(of(place, GangGaveUp)) is not advances
+
+
 async def test_ranks_that_ignore_sigterm_do_not_outlive_their_gang(tmp_path):
     misbehaves = {"rank": 1, "attempts": [1], "does": "exit", "ignores_sigterm": True}
     async with site(tmp_path) as place:
