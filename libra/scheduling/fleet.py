@@ -102,11 +102,12 @@ class Fleet:
         slot = self._slot_of.get(instance_id)
         if slot is None or slot.announced_incarnation != snapshot.incarnation:
             return
+        if slot.seen is not None and snapshot.sampled_at < slot.seen.sampled_at:
+            return  # overtaken by a newer one: its counters would look as if they had fallen
         snapshot = plausible(snapshot)
         if _is_other_process(slot, snapshot):
             slot = self._replace_unannounced(slot, now)
-        if slot.seen is None or snapshot.sampled_at > slot.seen.sampled_at:
-            slot.seen = snapshot
+        slot.seen = snapshot
         if snapshot.process_started_at_s is not None:
             slot.process_started_at_s = snapshot.process_started_at_s
         if snapshot.kv_capacity_tokens:
@@ -127,7 +128,7 @@ class Fleet:
         self, loads: Mapping[tuple[InstanceId, Incarnation], RemoteLoad], now: float
     ) -> None:
         """Replace what the other schedulers have in flight; what is absent is 0."""
-        for slot in self.slots():
+        for slot in self._slot_of.values():
             remote = loads.get((slot.instance_id, slot.incarnation), NO_REMOTE_LOAD)
             if remote != slot.remote:
                 slot.remote = remote

@@ -1,7 +1,7 @@
 """What is known of an instance's load from outside: its own metrics and other schedulers."""
 
 from math import isfinite
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -47,13 +47,17 @@ class RemoteLoad(msgspec.Struct, frozen=True, gc=False):
 NO_REMOTE_LOAD = RemoteLoad(0, 0)
 
 
+BoundedInt = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
+"""What foreign files may hold: more could not be reckoned with as a float."""
+
+
 class OwnLoad(msgspec.Struct, frozen=True, gc=False):
     """What one scheduler has in flight on one incarnation."""
 
     instance_id: InstanceId
     incarnation: Incarnation
-    num_requests: int
-    num_tokens: int
+    num_requests: BoundedInt
+    num_tokens: BoundedInt
 
 
 SIGNALS = (

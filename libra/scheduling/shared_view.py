@@ -12,7 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from libra.ids import Incarnation, InstanceId
-from libra.scheduling.load import OwnLoad, RemoteLoad
+from libra.scheduling.load import BoundedInt, OwnLoad, RemoteLoad
 
 FORMAT = 1
 Key: TypeAlias = tuple[InstanceId, Incarnation]
@@ -26,10 +26,10 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
     writer: str
     """Random per process: tells two processes apart that were given the same rank."""
 
-    sequence: int
+    sequence: BoundedInt
     """Grows with every write of one writer."""
 
-    written_at_ns: int
+    written_at_ns: BoundedInt
     """The writer's wall clock, only to report skew."""
 
     load: tuple[OwnLoad, ...]
@@ -56,6 +56,7 @@ class SharedView:
         self._ttl_s = ttl_s
         self._seen_of: dict[str, _Seen] = {}
         self._conflicts: set[str] = set()
+        self._conflict_at: dict[str, float] = {}
 
     def on_read(self, files: Mapping[str, RankLoad], *, now: float, wall_ns: int) -> None:
         """Take in the readable files of one pass over the directory.
@@ -65,7 +66,7 @@ class SharedView:
         """
         for rank, content in files.items():
             if rank == self._own_rank:
-                self._check_own(content)
+                self._check_own(content, now)
             else:
                 self._take(rank, content, now=now, wall_ns=wall_ns)
         for rank, seen in tuple(self._seen_of.items()):
@@ -100,13 +101,19 @@ class SharedView:
         return {rank: seen.skew_s for rank, seen in self._seen_of.items()}
 
     def take_conflicts(self) -> frozenset[str]:
-        """Ranks that two living writers claim, each told once per finding."""
+        """Ranks that two living writers claim; each once, until it has been well for a TTL."""
         conflicts, self._conflicts = frozenset(self._conflicts), set()
         return conflicts
 
-    def _check_own(self, content: RankLoad) -> None:
+    def _check_own(self, content: RankLoad, now: float) -> None:
         if content.writer != self._own_writer:
-            self._conflicts.add(self._own_rank)
+            self._note_conflict(self._own_rank, now)
+
+    def _note_conflict(self, rank: str, now: float) -> None:
+        last = self._conflict_at.get(rank)
+        if last is None or now >= last + self._ttl_s:
+            self._conflicts.add(rank)
+        self._conflict_at[rank] = now
 
     def _take(self, rank: str, content: RankLoad, *, now: float, wall_ns: int) -> None:
         seen = self._seen_of.get(rank)
@@ -115,7 +122,7 @@ class SharedView:
         elif content.writer != seen.content.writer:
             # A restarted rank has a new writer; one that comes back never left.
             if content.writer in seen.former_writers:
-                self._conflicts.add(rank)
+                self._note_conflict(rank, now)
             seen.former_writers.add(seen.content.writer)
         elif content.sequence == seen.content.sequence:
             return

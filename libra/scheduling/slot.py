@@ -75,7 +75,7 @@ class Slot:
 
     measured_kv_tokens: int | None = None
     kv_capacity_tokens: int | None = None
-    has_feedback: bool = False
+    has_lost_feedback: bool = False
 
     blocked_by: "Filter | None" = "not_ready"
     filed_version: PolicyVersion | None = None

@@ -19,7 +19,7 @@ from libra.scheduling.notice import (
 from libra.scheduling.order import VersionedOrder
 from libra.scheduling.request import FILTERS, Filter, WaitReason
 from libra.scheduling.slot import Slot
-from libra.scheduling.slow_start import cold_fraction, next_step_at
+from libra.scheduling.slow_start import cold_fraction, next_step_at, step_of
 
 if TYPE_CHECKING:
     from libra.config.rollout import SchedulingConfig
@@ -37,7 +37,11 @@ class Standing:
         self._slots: dict[int, Slot] = {}
         self._timers: list[tuple[float, int, int, Slot]] = []
         self._num_blocked: Counter[Filter | None] = Counter()
-        self._mean_load_at = (-inf, 0.0)
+        self._cold: dict[int, Slot] = {}
+        self._mean_load = 0.0
+        """What cold slots carry a share of: the same figure for all of them."""
+
+        self._mean_load_step: int | None = None
         self._floor = PolicyVersion(0)
         self.order = VersionedOrder()
         self.notices: deque[Notice] = deque(maxlen=MAX_NOTICES)
@@ -60,6 +64,7 @@ class Standing:
         self._num_blocked["not_ready"] -= 1
         slot.is_retired = True
         del self._slots[slot.index]
+        self._cold.pop(slot.index, None)
 
     def set_floor(self, version: PolicyVersion, now: float) -> None:
         """Instances below `version` are no candidates from now on."""
@@ -78,8 +83,11 @@ class Standing:
         block = first_block(
             slot, floor=self._floor, needs_kv_capacity=self._needs_kv_capacity, now=now
         )
-        if block is None and slot.routable_since is None:
+        is_new = block is None and slot.routable_since is None
+        if is_new:
             slot.routable_since = now
+            self._cold[slot.index] = slot
+        self._renew_mean_load(now, is_due=is_new)
         self._set_load_terms(slot, now)
         self._place(slot, block)
         self._arm(slot, now)
@@ -99,9 +107,7 @@ class Standing:
 
     def on_remote_changed(self, slot: Slot, now: float) -> None:
         """Re-file `slot`: only what the other schedulers have in flight on it changed."""
-        self._set_load_terms(slot, now)
-        if slot.blocked_by is None:
-            self.order.file(slot, slot.policy_version)
+        self._refile(slot, now)
 
     def note_breaker(self, slot: Slot, *, was_open: bool, now: float) -> None:
         is_open = slot.breaker.state(now) != "closed"
@@ -139,17 +145,30 @@ class Standing:
     def _set_load_terms(self, slot: Slot, now: float) -> None:
         scale = self._unit_scale(slot)
         cold = cold_fraction(slot.routable_since, now)
-        extra = slot.feedback.bias(now) + (cold * self._mean_load(now) if cold else 0.0)
+        if cold == 0.0:
+            self._cold.pop(slot.index, None)
+        extra = slot.feedback.bias(now) + cold * self._mean_load
         slot.load_scale = scale / slot.weight
         slot.load_offset = (slot.remote_units() * scale + extra) / slot.weight
 
-    def _mean_load(self, now: float) -> float:
-        """Mean local load over the fleet; one pass per instant, off the hot path."""
-        at, mean = self._mean_load_at
-        if at != now:
-            mean = sum(self.local_load(s) for s in self._slots.values()) / len(self._slots)
-            self._mean_load_at = (now, mean)
-        return mean
+    def _renew_mean_load(self, now: float, *, is_due: bool) -> None:
+        """Work the fleet's mean load out once per step and for each newcomer, for all cold slots.
+
+        One pass over the fleet, off the hot path.
+        """
+        if not self._cold or (self._mean_load_step == step_of(now) and not is_due):
+            return
+        self._mean_load_step = step_of(now)
+        mean = sum(self.local_load(slot) for slot in self._slots.values()) / len(self._slots)
+        if mean != self._mean_load:
+            self._mean_load = mean
+            for cold in tuple(self._cold.values()):
+                self._refile(cold, now)
+
+    def _refile(self, slot: Slot, now: float) -> None:
+        self._set_load_terms(slot, now)
+        if slot.filed_version is not None:
+            self.order.file(slot, slot.filed_version)
 
     def _place(self, slot: Slot, block: "Filter | None") -> None:
         """Record `block` and keep `slot` in the order exactly when it is a candidate."""
@@ -168,17 +187,26 @@ class Standing:
             self.order.enter(slot, wanted)
 
     def _note_feedback(self, slot: Slot, now: float) -> None:
-        has_feedback = slot.feedback.is_fresh(now)
-        if has_feedback != slot.has_feedback:
-            kind = FeedbackRestored if has_feedback else FeedbackLost
+        is_lost = now >= self._feedback_lost_at(slot)
+        if is_lost != slot.has_lost_feedback:
+            kind = FeedbackLost if is_lost else FeedbackRestored
             self.notices.append(kind(slot.instance_id))
-            slot.has_feedback = has_feedback
+            slot.has_lost_feedback = is_lost
+
+    def _feedback_lost_at(self, slot: Slot) -> float:
+        """When it is worth a word that no fresh snapshot came, be it from the beginning."""
+        seen = slot.feedback.snapshot
+        since = slot.routable_since if seen is None else seen.sampled_at
+        if since is None or not self._config.enable_metrics_feedback:
+            return inf
+        return since + self._config.metrics_staleness_ttl_s
 
     def _arm(self, slot: Slot, now: float) -> None:
         due = min(
             slot.feedback.next_change_at(now),
             slot.breaker.next_change_at(now),
             next_step_at(slot.routable_since, now),
+            inf if slot.has_lost_feedback else self._feedback_lost_at(slot),
         )
         if due < inf and (slot.timer_at is None or due < slot.timer_at):
             slot.timer_at = due

@@ -24,13 +24,16 @@ def read_samples(text: str, names: Collection[str]) -> dict[str, list[Sample]]:
     """Samples of the series in `names`; a series that is absent from the page has no key.
 
     NaN says "no value" and is dropped, and so is a line that is not of the format: what cannot be
-    read is unknown, not 0. A name is matched whole: `x` is not `x_created` or `x_total`.
+    read is unknown, not 0. A name is matched whole: `x` is not `x_created` or `x_total`. Of lines
+    with the same labels the last one counts.
     """
     # A page is searched for each name: that is several times faster than looking at each line.
     text = "\n" + text
     found: dict[str, list[Sample]] = {}
     for name in names:
         samples = [sample for rest in _rests(text, name) if (sample := _sample(rest)) is not None]
+        if len(samples) > 1:
+            samples = list({frozenset(s.labels.items()): s for s in samples}.values())
         if samples:
             found[name] = samples
     return found
@@ -44,7 +47,7 @@ def _rests(text: str, name: str) -> Iterator[str]:
         at += len(begin)
         end = text.find("\n", at)
         rest = text[at:] if end < 0 else text[at:end]
-        if rest.startswith(("{", " ")):
+        if rest.startswith(("{", " ", "\t")):
             yield rest
         at = -1 if end < 0 else text.find(begin, end)
 

@@ -55,13 +55,14 @@ def _run(
     at = coordinates(
         sizes, rank=int(environment["RANK"]), local_rank=int(environment["LOCAL_RANK"])
     )
+    bind_to_device(environment.get("LIBRA_RANK_CORES", ""), at.local_rank)
     identity = RankIdentity(
         run_id=RunId(environment["LIBRA_RUN_ID"]),
         attempt=int(environment["LIBRA_ATTEMPT"]),
         sizes=sizes,
         at=at,
     )
-    link.send(hello(identity, world_size=world_size))
+    link.send_output(hello(identity, world_size=world_size))
     if config.control.device == "cpu":
         # Hidden before torch looks: Megatron would use a GPU that it can see.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # noqa: TID251
@@ -81,6 +82,13 @@ def _run(
     run_rank(config, identity, link, spans, restore=options.restore)
     spans.close()
     leave_world()
+
+
+def bind_to_device(cores_of_ranks: str, local_rank: int) -> None:
+    """Run on the cores beside this rank's device: `0,1;2,3` are those of ranks 0 and 1."""
+    cores = cores_of_ranks.split(";")[local_rank] if cores_of_ranks else ""
+    if cores:
+        os.sched_setaffinity(0, map(int, cores.split(",")))
 
 
 def _span_writer(config: RunConfig, run_dir: Path, identity: RankIdentity) -> SpanWriter:

@@ -10,6 +10,8 @@ import queue
 import socket
 import threading
 import time
+from contextlib import suppress
+from fcntl import F_SETPIPE_SZ, fcntl
 from pathlib import Path
 from typing import TypeAlias
 
@@ -35,6 +37,7 @@ GRACE_S = 3.0
 """Given to the main thread to leave by itself before the process is ended under it."""
 
 RECEIVE_BYTES = 1 << 20
+PIPE_BYTES = 1 << 20
 
 
 MainCommand: TypeAlias = (
@@ -94,6 +97,26 @@ class Link:
     def interrupt(self, error: Exception) -> None:
         """Have `receive` raise `error`: it happened in a thread that nobody waits for."""
         self._commands.put(error)
+
+    def send_output(self, event: RankEvent) -> None:
+        """Send the first event and two pipes, this process's stdout and stderr from now on.
+
+        What C code prints comes through them too, so that each rank's output is known as its own.
+        """
+        pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(2)]
+        for _, write_fd in pipes:
+            with suppress(PermissionError):  # more pipes than the user may make so wide
+                fcntl(write_fd, F_SETPIPE_SZ, PIPE_BYTES)
+        data = encode_frame(msgspec.msgpack.encode(event))
+        try:
+            sent = socket.send_fds(self._socket, [data], [read_fd for read_fd, _ in pipes])
+            self._socket.sendall(data[sent:])
+        except OSError as error:
+            raise SupervisorGoneError(f"the control socket broke: {error.strerror}") from error
+        for own_fd, (read_fd, write_fd) in enumerate(pipes, start=1):
+            os.dup2(write_fd, own_fd)
+            os.close(read_fd)
+            os.close(write_fd)
 
     def send(self, event: RankEvent) -> None:
         """Send one event, from any thread; blocks while the supervisor does not read."""

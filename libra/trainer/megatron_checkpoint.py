@@ -16,13 +16,15 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from libra.trainer import optimizer_gather
 from libra.trainer.optimizer import torch_optimizers
 
 # The only form that other layouts can load. It is safe because the model has one gradient bucket:
 # with several, padded bucket ends silently corrupt it (megatron-core 0.19.2).
 OPTIMIZER_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
+    # Gathered to the one data-parallel rank that writes it.
+    "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
 }
 
@@ -67,6 +69,7 @@ def stage(model: Any, optimizer: Any, directory: Path) -> StagedState:
     # Megatron would start a manager process to carry the names of the written files from a writer
     # process; ours writes in a thread, and the manager would outlive a killed rank.
     filesystem_async._results_queue = queue.Queue()  # noqa: SLF001
+    optimizer_gather.install()
     strategy = _Staging(directory, is_on_cpu=next(model.parameters()).device.type == "cpu")
     dist_checkpointing.save(
         _sharded_state(model, optimizer, is_loading=False),

@@ -1,7 +1,7 @@
 r"""Every line that a rank prints begins with `[rank N] `, so that `logs --rank N` finds it.
 
-All ranks print into one pipe, so a line goes out whole, in one write. What C code writes past
-Python (NCCL, a dump of the stacks) has no prefix.
+All ranks print into one file, so a line goes out whole, in one write. What C code writes past
+Python (NCCL, a dump of the stacks) has no prefix; the log's index knows its rank all the same.
 """
 
 import io

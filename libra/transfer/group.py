@@ -177,23 +177,39 @@ def join(signals: Signals, place: Place, *, timeout_s: float, stall_s: float, be
             what="coming together for a transfer",
             beat=beat,
         )
-        return Group(_connected(signals.store, place, stall_s), signals)
+        return Group(_connected(signals, place, stall_s=stall_s, beat=beat), signals)
     except BaseException as error:
         signals.abort(f"rank {place.rank} could not join: {error}")
         raise
 
 
-def _connected(signals: Any, place: Place, stall_s: float) -> Any:
-    store = dist.PrefixStore("group", signals)
-    connect = _nccl if place.device.type == "cuda" else _gloo
-    # Connecting to each other takes longer than one look at the store may.
+def _connected(signals: Signals, place: Place, *, stall_s: float, beat: Beat) -> Any:
+    """Connect in a thread: while a member that died is waited for, nothing in torch or NCCL ends.
+
+    Given up, the thread is left where it is.
+    """
+    # A store of its own, since a wait in one lets nobody else look at it.
+    store = dist.PrefixStore("group", signals.store.clone())
     store.set_timeout(timedelta(seconds=FORM_TIMEOUT_S))
-    try:
-        return connect(store, place, stall_s)
-    except RuntimeError as error:
+    connect = _nccl if place.device.type == "cuda" else _gloo
+    result: list[Any] = []
+
+    def connect_now() -> None:
+        try:
+            result.append(connect(store, place, stall_s))
+        except RuntimeError as error:
+            result.append(error)
+
+    threading.Thread(target=connect_now, daemon=True).start()
+    signals.wait(
+        lambda: bool(result),
+        timeout_s=FORM_TIMEOUT_S,
+        what="connecting to all members of a transfer",
+        beat=beat,
+    )
+    if isinstance(error := result[0], RuntimeError):
         raise TransferAbortedError(f"the group was not formed: {_first(error)}") from error
-    finally:
-        store.set_timeout(STORE_TIMEOUT)
+    return result[0]
 
 
 def _gloo(store: Any, place: Place, stall_s: float) -> Any:

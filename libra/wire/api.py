@@ -1,11 +1,14 @@
 """Bodies of the control API. `GET /v1/status` answers a StatusSnapshot, verbs a VerbReply."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 Verb = Literal["drain", "undrain", "restart", "reload", "replan", "stop", "explain"]
 VERBS: tuple[Verb, ...] = ("drain", "undrain", "restart", "reload", "replan", "stop", "explain")
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class VerbRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,13 +25,13 @@ class VerbRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prompt_id: str | None = None
     """explain: of the group or conversation that the request would belong to."""
 
-    num_prompt_tokens: int | None = None
+    num_prompt_tokens: Count | None = None
     """explain: length of the prompt."""
 
-    max_new_tokens: int = 1024
+    max_new_tokens: Count = 1024
     """explain: most tokens of the answer."""
 
-    min_version: int | None = None
+    min_version: Count | None = None
     """explain: oldest policy version that may answer."""
 
 

@@ -3,7 +3,9 @@
 
 import resource
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
+from random import Random
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "supervisor")]
@@ -13,11 +15,12 @@ from aiohttp import web  # noqa: E402
 
 from libra import clock  # noqa: E402
 from libra.config.rollout import SchedulingConfig  # noqa: E402
-from libra.ids import Incarnation, InstanceId, PolicyVersion  # noqa: E402
+from libra.ids import Incarnation, InstanceId, PolicyVersion, RequestId  # noqa: E402
 from libra.scheduling.scheduler import Scheduler  # noqa: E402
 from libra.scheduling.slot import InstanceSpec  # noqa: E402
 from libra_supervisor.gateway.gateway import Gateway, GatewayOptions  # noqa: E402
 from libra_supervisor.gateway.waiting import WaitingRoom  # noqa: E402
+from libra_supervisor.instances.request_watch import RequestWatch  # noqa: E402
 
 
 async def serve(ports: list[int]) -> None:
@@ -40,7 +43,15 @@ async def serve(ports: list[int]) -> None:
         queue_deadline_s=600.0,
     )
     room = WaitingRoom(scheduler)
-    async with anyio.create_task_group() as tg, Gateway(room, url_of.get, options) as gateway:
+    watches = {name: RequestWatch(rng=Random(name)) for name in url_of}  # noqa: S311 - jitter
+
+    def patience_with(name: InstanceId, request_id: RequestId) -> AbstractContextManager[None]:
+        return watches[name].patience(request_id)
+
+    async with (
+        anyio.create_task_group() as tg,
+        Gateway(room, url_of.get, patience_with, options) as gateway,
+    ):
         tg.start_soon(room.run)
         app = web.Application()
         app.add_routes(gateway.routes())

@@ -18,6 +18,7 @@ from libra.ids import ChildId, Incarnation, RunId
 from libra.storage.atomic import atomic_write
 
 SCHEMA_VERSION: Final = 1
+RUN_ID_NAME: Final = "run_id"
 
 
 class ChildRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +44,10 @@ class SupervisorState(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time, for people."""
 
     supervisor_pid: int
+    supervisor_start_ticks: int = 0
+    """With its boot id it tells the supervisor from a later process on its pid."""
+
+    supervisor_boot_id: str = ""
     children: tuple[ChildRecord, ...] = ()
     facts: dict[str, Any] = {}
     """Of the run as a whole: step, policy version, quarantined slots."""
@@ -88,6 +93,15 @@ class StateFile:
                 f"{self._path} is not a state of this program ({error}); "
                 "move it away to start without it"
             ) from error
+
+
+def read_run_id(path: Path) -> RunId | None:
+    """The run's identity in its file of its own, which outlives a damaged state.json."""
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    return RunId(text) if text else None
 
 
 class Journal:

@@ -10,6 +10,7 @@ import msgspec
 
 from libra.errors import SiteError
 from libra.ids import ChildId, PolicyVersion
+from libra_supervisor.journal import RUN_ID_NAME
 
 LOCK_NAME = "supervisor.lock"
 
@@ -41,6 +42,10 @@ class RunDirectory(msgspec.Struct, frozen=True):
     def calibration(self) -> Path:
         """The measured factors that the plan was made with."""
         return self.root / "calibration.json"
+
+    @property
+    def run_id(self) -> Path:
+        return self.root / RUN_ID_NAME
 
     @property
     def state(self) -> Path:
@@ -114,13 +119,14 @@ class RunDirectory(msgspec.Struct, frozen=True):
     def evaluated_of(self, version: PolicyVersion) -> Path:
         return self.trajectories / f"eval_v{version:06d}.jsonl"
 
-    def create(self) -> None:
-        """Make the directory and its fixed folders; existing ones are kept.
+    def create(self) -> bool:
+        """Make the directory and its fixed folders; existing ones are kept. True when it is new.
 
         Raises SiteError when that is not possible there.
         """
         folders = (self.logs, self.trajectories, self.weights, self.checkpoints, self.phase_trace)
         try:
+            is_new = _make(self.root)
             for folder in folders:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -128,6 +134,7 @@ class RunDirectory(msgspec.Struct, frozen=True):
                 f"the run directory {self.root} cannot be made: {error.strerror}; "
                 "choose another --run-dir"
             ) from error
+        return is_new
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -172,6 +179,15 @@ def holder_of(directory: RunDirectory) -> str | None:
     except (OSError, msgspec.DecodeError):
         return None
     return _in_words(holder) if _has_open(holder.pid, path) else None
+
+
+def _make(root: Path) -> bool:
+    """Make the directory; False when it was there. Of several callers one is told True."""
+    try:
+        root.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _has_open(pid: int, path: Path) -> bool:

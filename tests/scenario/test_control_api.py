@@ -3,13 +3,16 @@ import socket
 import stat
 
 import aiohttp
+import anyio
 import pytest
 
 from libra.config.supervision import ApiConfig
 from libra.errors import OverloadedError, SiteError
 from libra.wire.api import StatusSnapshot, VerbReply
-from libra_supervisor.api.access import peer_uid, read_or_make_token
+from libra_supervisor.api import access
+from libra_supervisor.api.access import read_or_make_token
 from libra_supervisor.api.server import api_server, is_loopback
+from libra_supervisor.process.peer import peer_uid
 
 TOKEN = "the token"
 pytestmark = pytest.mark.anyio
@@ -99,6 +102,8 @@ async def test_the_unix_socket_is_private_and_takes_the_fixed_verbs(tmp_path, co
         ("/v1/stop", b"\x80\x04\x95pickle", 400),
         ("/v1/stop", b'{"target": 5}', 400),
         ("/v1/stop", b'{"eval": "1"}', 400),
+        ("/v1/explain", b'{"num_prompt_tokens": -1}', 400),
+        ("/v1/explain", b'{"max_new_tokens": 1' + b"0" * 30 + b"}", 400),
         ("/v1/stop", b'{"target": "' + b"x" * 70_000 + b'"}', 413),
     ],
 )
@@ -129,6 +134,38 @@ async def test_control_verbs_over_tcp_always_need_the_token(tmp_path, control):
             assert await answer.text() == "libra_step 3\n"
         async with client.get("/v1/status") as answer:
             assert answer.status == 401
+
+
+@pytest.mark.case("R-B102")
+async def test_what_comes_over_tcp_is_as_small_and_its_token_may_be_any_bytes(tmp_path, control):
+    config = ApiConfig(api_port=0)
+    async with api_server(control, config=config, socket_path=tmp_path / "c", token=TOKEN) as port:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        body = b'{"target": "' + b"x" * 70_000 + b'"}'
+        async with (
+            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
+            client.post("/v1/drain", data=body, headers=headers) as answer,
+        ):
+            assert answer.status == 413
+        async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+            await stream.send(
+                b"POST /v1/stop HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\n\r\n"
+            )
+            assert (await stream.receive()).startswith(b"HTTP/1.1 401 ")
+    assert control.done == []
+
+
+@pytest.mark.case("R-B102")
+async def test_another_user_is_refused_at_the_unix_socket(tmp_path, control, monkeypatch):
+    monkeypatch.setattr(access, "peer_uid", lambda _socket: os.getuid() + 1)
+    path = tmp_path / "c"
+    async with (
+        api_server(control, config=ApiConfig(), socket_path=path, token=TOKEN),
+        unix_client(path) as client,
+        client.post("/v1/stop") as answer,
+    ):
+        assert answer.status == 403
+    assert control.done == []
 
 
 async def test_a_port_in_use_is_named_with_its_key(tmp_path, control):

@@ -37,8 +37,10 @@ class FakeUpstream:
         self.retry_after: str | None = None
         self.max_running: int | None = None
         self.message = "by switch"
+        self.padding = ""
         self.tells_usage = True
         self.tells_name = True
+        self.versions: str | None = None
         self.bodies: list[bytes] = []
         self.headers: list[Mapping[str, str]] = []
         self.num_running = 0
@@ -107,6 +109,8 @@ class FakeUpstream:
         if status is None:
             return None
         headers = {} if self.retry_after is None else {"Retry-After": self.retry_after}
+        if status in range(300, 400):
+            headers["Location"] = "/elsewhere"
         content = {"error": {"message": self.message, "code": status}}
         return web.json_response(content, status=status, headers=headers)
 
@@ -146,7 +150,8 @@ class FakeUpstream:
         return False
 
     def _identity(self) -> dict[str, str]:
-        return {"X-Libra-Instance": self.name} if self.tells_name else {}
+        name = {"X-Libra-Instance": self.name} if self.tells_name else {}
+        return name if self.versions is None else name | {"X-Libra-Policy-Versions": self.versions}
 
     def _usage(self) -> dict[str, int]:
         return {
@@ -156,7 +161,7 @@ class FakeUpstream:
         }
 
     def _piece(self, k: int, is_chat: bool) -> dict:
-        text = {"delta": {"content": f"t{k} "}} if is_chat else {"text": f"t{k} "}
+        text = {"delta": {"content": f"t{k} "}} if is_chat else {"text": f"t{k} {self.padding}"}
         choice = {"index": 0, "finish_reason": None, "token_ids": [k], **text}
         kind = "chat.completion.chunk" if is_chat else "text_completion"
         return {"id": "c-1", "object": kind, "created": 1, "model": "policy", "choices": [choice]}

@@ -52,7 +52,6 @@ async def gang_in(place, run_dir, *, misbehaves=None, world_size=2, restores=(),
         ),
         device="cpu",
         env=env,
-        shutdown_grace_s=1,
         launcher=launcher,
         program=program,
     )

@@ -1,7 +1,7 @@
 """A running gateway over fake engines, for tests that speak HTTP to it."""
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
 import aiohttp
@@ -13,7 +13,7 @@ from fleets import fleet_of
 from libra import clock
 from libra.ids import InstanceId
 from libra.scheduling.scheduler import Scheduler
-from libra_supervisor.gateway.gateway import Gateway, GatewayOptions
+from libra_supervisor.gateway.gateway import Gateway, GatewayOptions, Patience
 from libra_supervisor.gateway.upstream import PhaseLimits
 from libra_supervisor.gateway.waiting import WaitingRoom
 
@@ -38,6 +38,7 @@ async def running_gateway(
     host: str = "127.0.0.1",
     limits: PhaseLimits | None = None,
     queue_deadline_s: float = 5.0,
+    patience_with: Patience = lambda *_: nullcontext(),
     **scheduling: object,
 ) -> AsyncGenerator[RunningGateway]:
     """Serve `engines`, which are running and named i0, i1, ..., behind one gateway."""
@@ -51,7 +52,10 @@ async def running_gateway(
         limits=limits or PhaseLimits(),
     )
     room = WaitingRoom(scheduler)
-    async with anyio.create_task_group() as tg, Gateway(room, url_of.get, options) as gateway:
+    async with (
+        anyio.create_task_group() as tg,
+        Gateway(room, url_of.get, patience_with, options) as gateway,
+    ):
         tg.start_soon(room.run)
         app = web.Application()
         app.add_routes(gateway.routes())
@@ -68,3 +72,9 @@ async def running_gateway(
         finally:
             await runner.cleanup()
             tg.cancel_scope.cancel()
+
+
+async def eventually(is_true, within_s=10.0):
+    with anyio.fail_after(within_s):
+        while not is_true():
+            await clock.sleep(0.005)

@@ -5,6 +5,7 @@ from random import Random
 from prometheus_client import CollectorRegistry
 
 from control_world import RandomWorld
+from fleets import fleet_of, place
 from libra.planner.search import plan
 from libra.wire.api import ChildStatus, StatusSnapshot
 from libra_supervisor.app.collector import RunCollector, registry_of
@@ -84,7 +85,12 @@ def trained_collector(world: RandomWorld | None = None) -> RunCollector:
         forecaster(command)()
     trackers = Trackers([Tracker("tensorboard", _unopened)])
     trackers.close()
-    return RunCollector(world.control, lambda: STATUS, StallMeter(), forecaster, trackers)
+    scheduler = fleet_of(2, prefix_affinity=True)
+    for prompt in ("a", "a", "a", "b"):
+        place(scheduler, prompt=prompt)
+    return RunCollector(
+        world.control, lambda: STATUS, StallMeter(), forecaster, trackers, scheduler
+    )
 
 
 def trained_registry() -> CollectorRegistry:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -27,10 +28,12 @@ E = TypeVar("E")
 
 
 class RankConnection:
-    """One rank's socket: every event in order, heartbeats apart."""
+    """One rank's socket: every event in order, heartbeats apart; what it prints goes into `log`."""
 
-    def __init__(self, stream: socket.socket) -> None:
+    def __init__(self, stream: socket.socket, log: Path) -> None:
         self._stream = stream
+        self._log = log
+        self._drains: list[Thread] = []
         self._decoder = FrameDecoder()
         self._events: list[RankEvent] = []
         self.heartbeats: list[Heartbeat] = []
@@ -44,7 +47,10 @@ class RankConnection:
         deadline = clock.monotonic() + timeout_s
         while not self._events:
             self._stream.settimeout(max(0.01, deadline - clock.monotonic()))
-            chunk = self._stream.recv(1 << 20)
+            chunk, pipes, _, _ = socket.recv_fds(self._stream, 1 << 20, 2)
+            for pipe in pipes:
+                self._drains.append(Thread(target=_drain, args=(pipe, self._log), daemon=True))
+                self._drains[-1].start()
             assert chunk, f"the rank closed its socket while {kind.__name__} was awaited"
             for frame in self._decoder.feed(chunk):
                 event = msgspec.msgpack.decode(frame, type=RankEvent)
@@ -58,6 +64,17 @@ class RankConnection:
 
     def close(self) -> None:
         self._stream.close()
+
+    def until_drained(self) -> None:
+        """After the rank's end: until its last words are in the log."""
+        for drain in self._drains:
+            drain.join(10.0)
+
+
+def _drain(pipe: int, log: Path) -> None:
+    with os.fdopen(pipe, "rb", buffering=0) as source, log.open("ab", buffering=0) as sink:
+        while chunk := source.read(1 << 16):
+            sink.write(chunk)
 
 
 class FakeSupervisor:
@@ -111,13 +128,15 @@ class FakeSupervisor:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        for link in self.links.values():
+            link.until_drained()
         if kind is not None:
             print(self.log.read_text()[-5000:])
 
     def accept_all(self) -> None:
         """Wait until every rank has connected and said Hello."""
         while len(self.links) < self._num_ranks:
-            link = RankConnection(self._listener.accept()[0])
+            link = RankConnection(self._listener.accept()[0], self.log)
             hello = link.expect(Hello)
             self.links[hello.rank], self.hellos[hello.rank] = link, hello
 
@@ -136,7 +155,8 @@ def start_torchrun(
         "--rdzv-endpoint=127.0.0.1:0",
         f"--nproc-per-node={num_ranks}",
     ]
-    with log.open("wb") as output:
+    log.unlink(missing_ok=True)
+    with log.open("ab") as output:
         return subprocess.Popen(
             [*command, *arguments],
             stdout=output,

@@ -32,6 +32,7 @@ def engines(config, plan):
         env={},
         devices=DEVICES,
         meter=ServingMeter({it.instance_id: it.tp for it in plan.instances}),
+        cores=tuple((2 * slot, 2 * slot + 1) for slot in range(len(DEVICES))),
     )
     scheduler = Scheduler(config.heterogeneous_rollout.scheduling)
     return [
@@ -44,7 +45,10 @@ async def started_with(engine):
     spec = await engine.spec(Incarnation("x"))
     await engine.close()
     tp = spec.argv[spec.argv.index("--tensor-parallel-size") + 1]
-    return int(tp), spec.env["CUDA_VISIBLE_DEVICES"].split(",")
+    devices = spec.env["CUDA_VISIBLE_DEVICES"].split(",")
+    near = [core for it in devices for core in (2 * DEVICES.index(it), 2 * DEVICES.index(it) + 1)]
+    assert list(spec.limits.cpu_cores) == near, "on the cores beside its devices"
+    return int(tp), devices
 
 
 @pytest.mark.case("T-B71")

@@ -12,7 +12,7 @@ vllm:num_preemptions_total{engine="0",model_name="m"} 9.0
 vllm:num_preemptions_created{engine="0",model_name="m"} 1.795e+09
 vllm:prompt_tokens_total{engine="0",model_name="m"} 546.0
 vllm:generation_tokens_total{engine="0",model_name="m"} 4180.0
-vllm:cache_config_info{block_size="32",kv_cache_size_tokens="1536",num_gpu_blocks="48"} 1.0
+vllm:cache_config_info{block_size="32",engine="0",kv_cache_size_tokens="1536",num_gpu_blocks="48"} 1
 process_start_time_seconds 1.79597238422e+09
 """
 
@@ -67,3 +67,36 @@ def test_an_empty_page_knows_nothing():
     assert metrics.num_tokens is None
     assert metrics.load.num_running is None
     assert metrics.load.kv_capacity_tokens is None
+
+
+@pytest.mark.parametrize("odd", ["NaN", "+Inf", "-Inf", "-5", "1e308", "many"])
+def test_one_engines_impossible_number_is_dropped_and_the_others_count(odd):
+    page = f'vllm:num_requests_running{{engine="0"}} {odd}\n'
+    assert read(page).load.num_running is None
+    page += 'vllm:num_requests_running{engine="1"} 2\nvllm:num_requests_running{engine="2"} 3\n'
+    assert read(page).load.num_running == 5.0
+
+
+def test_impossible_numbers_that_would_cancel_each_other_are_no_number():
+    for values in (("+Inf", "-Inf"), ("1e308", "1e308")):
+        lines = [f'vllm:num_preemptions_total{{engine="{v}{k}"}} {v}' for k, v in enumerate(values)]
+        assert read("\n".join(lines)).load.num_preemptions is None
+
+
+def test_a_cache_more_than_full_is_unknown_and_the_other_engine_is_read():
+    page = 'vllm:kv_cache_usage_perc{engine="0"} 57\nvllm:kv_cache_usage_perc{engine="1"} 0.2\n'
+    assert read(page).load.kv_use_fraction == 0.2
+    old = 'vllm:gpu_cache_usage_perc{engine="0"} 0.4\n'
+    assert read(page.splitlines()[0] + "\n" + old).load.kv_use_fraction == 0.4
+
+
+def test_a_capacity_of_thousands_of_digits_is_unknown():
+    page = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{"9" * 5000}"}} 1.0\n'
+    assert read(page).load.kv_capacity_tokens is None
+
+
+def test_the_capacity_of_a_server_is_unknown_while_one_of_its_engines_does_not_tell():
+    told = 'vllm:cache_config_info{engine="0",block_size="16",num_gpu_blocks="10"} 1\n'
+    unset = 'vllm:cache_config_info{engine="1",block_size="16",num_gpu_blocks="None"} 1\n'
+    assert read(told).load.kv_capacity_tokens == 160
+    assert read(told + unset).load.kv_capacity_tokens is None

@@ -135,3 +135,10 @@ def test_engines_are_exported_with_the_age_of_their_signals_and_unknown_is_absen
         "libra_engine_kv_use_ratio": {"vllm-0": 0.5},
         "libra_engine_signals_age_seconds": {"vllm-0": 2.0},
     }
+
+
+@pytest.mark.case("R-B44", "R-B104")
+def test_it_is_told_how_often_prompts_kept_to_their_prefix_and_how_often_not():
+    (family,) = (f for f in collected() if f.name == "libra_prefix_affinity_lookups")
+    counts = {sample.labels["outcome"]: sample.value for sample in family.samples}
+    assert counts == {"new": 2, "kept": 2, "migrated": 0, "broken": 0}

@@ -1,6 +1,8 @@
 import errno
 import os
+import socket
 import threading
+from contextlib import aclosing
 from pathlib import Path
 
 import anyio
@@ -8,13 +10,14 @@ import pytest
 
 from libra.ids import ChildId
 from libra_supervisor.process.log_file import INDEX_SUFFIX, RECORD, LogFile
-from libra_supervisor.process.log_messages import SinkFailed, SinkRecovered
+from libra_supervisor.process.log_messages import AskTail, Attach, SinkFailed, SinkRecovered
 from libra_supervisor.process.log_reader import (
     LogQuery,
     children_logged,
     follow_lines,
     read_lines,
 )
+from libra_supervisor.process.log_relay import Relay
 from libra_supervisor.process.log_sink import (
     MAX_PENDING_BYTES,
     READ_BYTES,
@@ -128,13 +131,85 @@ async def test_following_sees_new_lines_rotations_and_new_children(tmp_path, any
     assert "old" not in seen
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("rotates", [False, True])
+async def test_following_goes_on_where_the_past_ended(tmp_path, anyio_backend, rotates):
+    """What is written while the past is shown is not lost, and a line of both is one line."""
+    write(tmp_path, [(1, Stream.OUT, b"old\n"), (2, Stream.OUT, b"first half, ")])
+    seen = []
+    async with aclosing(follow_lines(LogQuery(directory=tmp_path), with_past=True)) as lines:
+        with anyio.fail_after(5):
+            seen.append((await anext(lines)).text)
+            more = [(3, Stream.OUT, b"second half\n"), (4, Stream.OUT, b"new\n")]
+            write(tmp_path, more, max_bytes=1 if rotates else 1 << 20, num_kept=9)
+            seen += [(await anext(lines)).text for _ in range(2)]
+    assert seen == ["old", "first half, second half", "new"]
+
+
+def test_a_log_whose_current_file_is_missing_shows_the_rotated_ones(tmp_path):
+    write(tmp_path, [(1, Stream.OUT, b"a\n"), (2, Stream.OUT, b"b\n")], max_bytes=1)
+    (tmp_path / "vllm-0.log").unlink()
+    assert [text for *_, text in shown(tmp_path, child_ids=(CHILD,))] == ["a"]
+
+
+def test_no_more_buffers_are_kept_than_a_flood_of_one_child_needs():
+    buffers = Buffers()
+    taken = [buffers.take() for _ in range(40)]
+    for buffer in taken:
+        buffers.give_back(Chunk(buffer, READ_BYTES))
+    known = {id(buffer) for buffer in taken}
+    assert sum(id(buffers.take()) in known for _ in range(40)) == 8
+
+
+def test_the_ranks_of_a_log_are_told_apart_and_their_lines_kept_whole(tmp_path):
+    file = LogFile(str(tmp_path / "trainer.log"), max_bytes=1 << 20, num_kept=3)
+    cuts = [(None, b"a"), (0, b"zero "), (1, b"[rank 9] one\n"), (0, b"goes on\n"), (None, b"ll\n")]
+    for at_ns, (rank, chunk) in enumerate(cuts):
+        file.write(Stream.OUT, chunk, wall_ns=at_ns, rank=rank)
+    file.close()
+    lines = list(read_lines(LogQuery(directory=tmp_path)))
+    assert [(line.rank, line.text) for line in lines] == [
+        (1, "[rank 9] one"),
+        (0, "zero goes on"),
+        (None, "all"),
+    ]
+    only = list(read_lines(LogQuery(directory=tmp_path, rank=0)))
+    assert [line.text for line in only] == ["zero goes on"]
+
+
+def test_last_lines_say_whose_they_are():
+    sink = LogSink(CHILD, BrokenFile(), lambda _report: None)
+    for rank, chunk in [(None, b"a\n"), (0, b"zero "), (1, b"[rank 1] one\n"), (0, b"goes on\n")]:
+        sink.remember(Stream.ERR, chunk, rank)
+    sink.remember(Stream.ERR, b"no end", 1)
+    lines = [b"a", b"[rank 1] one", b"[rank 0] zero goes on", b"[rank 1] no end"]
+    assert sink.last_lines(9) == lines
+
+
+@pytest.mark.case("R-B58")
+def test_last_words_are_read_though_the_disk_is_behind(tmp_path):
+    out_read, out_write = os.pipe()
+    err_read, err_write = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        relay = Relay(listener)
+        relay._attach(Attach(CHILD, str(tmp_path / "vllm-0.log"), 1 << 20, 3), out_read, err_read)
+        relay._sink_of[CHILD].add_pending(MAX_PENDING_BYTES)
+        os.write(out_write, b"flood\n")
+        os.write(err_write, b"traceback\n")
+        assert relay._tail(AskTail(1, CHILD, 10)) == ("flood", "traceback")
+        os.write(err_write, b"more\n")
+        assert relay._tail(AskTail(2, CHILD, 10)) == ("flood", "traceback", "more")
+    for fd in (out_write, err_write, out_read, err_read):
+        os.close(fd)
+
+
 class BrokenFile:
     """A disk that refuses while `error` is set, and keeps what it takes."""
 
     def __init__(self):
         self.error, self.written, self.room = None, b"", None
 
-    def write(self, stream, chunk, *, wall_ns):
+    def write(self, stream, chunk, *, wall_ns, rank=None):
         if self.error is not None:
             raise OSError(self.error, os.strerror(self.error))
         taken = chunk if self.room is None else chunk[: self.room]
@@ -176,7 +251,7 @@ class HangingFile(BrokenFile):
         super().__init__()
         self.goes_on = threading.Event()
 
-    def write(self, stream, chunk, *, wall_ns):
+    def write(self, stream, chunk, *, wall_ns, rank=None):
         self.goes_on.wait(10)
         return super().write(stream, chunk, wall_ns=wall_ns)
 

@@ -8,7 +8,7 @@ from libra_supervisor.ranks.torchrun import Attempt, GangSite, attempt_spec
 from libra_supervisor.run_directory import RunDirectory
 
 
-def environment_of(tmp_path, *, device, num_ranks, cpu_cores=(), visible_devices=()):
+def environment_of(tmp_path, *, device, num_ranks, cpu_cores=(), rank_cores=(), visible_devices=()):
     slots = tuple(map(SlotId, range(num_ranks)))
     site = GangSite(
         run_id="run-1",
@@ -16,11 +16,13 @@ def environment_of(tmp_path, *, device, num_ranks, cpu_cores=(), visible_devices
         placement=TrainPlacement(tp=1, pp=1, cp=1, ep=1, dp=num_ranks, slots=slots),
         device=device,
         env={"PATH": "/bin"},
-        shutdown_grace_s=1,
         cpu_cores=cpu_cores,
+        rank_cores=rank_cores,
         visible_devices=visible_devices,
     )
-    attempt = Attempt(number=0, incarnation="a", control_socket="/run/control", restore=None)
+    attempt = Attempt(
+        number=0, incarnation="a", control_socket="/run/control", restore=None, shutdown_grace_s=1
+    )
     return attempt_spec(site, attempt).env
 
 
@@ -46,3 +48,9 @@ def test_ranks_with_gpus_have_a_few_threads_and_huge_pages_to_save_with(
     env = environment_of(tmp_path, device="cuda", num_ranks=num_ranks, visible_devices=("0", "3"))
     assert (env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"]) == (threads, "0,3")
     assert env["THP_MEM_ALLOC_ENABLE"] == "1"
+
+
+def test_ranks_bound_to_cores_of_their_own_have_as_many_threads(tmp_path):
+    bound = ((0, 1, 2), (4, 5, 6, 7))
+    env = environment_of(tmp_path, device="cuda", num_ranks=2, rank_cores=bound)
+    assert env["OMP_NUM_THREADS"] == "3"

@@ -1,9 +1,11 @@
+import fcntl
 import multiprocessing
 import os
 
 import pytest
 
 from libra.errors import SiteError
+from libra_supervisor.cli.run import made_and_held
 from libra_supervisor.run_directory import LOCK_NAME, RunDirectory, held
 
 
@@ -42,3 +44,31 @@ def test_a_lock_file_that_says_nothing_is_still_a_refusal(tmp_path):
             held(RunDirectory(tmp_path)),
         ):
             pass
+
+
+class TakenAtOnce(RunDirectory):
+    """Another supervisor takes it in the moment between its making and its lock."""
+
+    def create(self):
+        is_new = super().create()
+        fd = os.open(self.root / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        return is_new
+
+
+def test_who_loses_the_race_for_a_new_directory_leaves_it_to_the_winner(tmp_path):
+    directory = TakenAtOnce(tmp_path / "run")
+    with pytest.raises(SiteError, match="is in use"), made_and_held(directory):
+        pass
+    assert directory.logs.is_dir()
+
+
+def test_a_directory_made_for_a_run_that_never_began_is_taken_away(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    with pytest.raises(SiteError, match="no GPU"), made_and_held(directory):
+        raise SiteError("no GPU")
+    assert not directory.root.exists()
+    directory.create()
+    with pytest.raises(SiteError, match="no GPU"), made_and_held(directory):
+        raise SiteError("no GPU")
+    assert directory.logs.is_dir()

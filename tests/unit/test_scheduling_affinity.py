@@ -168,3 +168,16 @@ def test_an_explanation_of_a_wait_names_what_is_missing():
     told = scheduler.explain(request(), 0.0)
     assert (told.choice, told.reason) == (None, "waits: stale_version")
     assert told.instances[0].policy_version is None
+
+
+@pytest.mark.case("R-B44")
+def test_the_margin_is_in_requests_whatever_the_load_is_measured_in():
+    capacities = {"kv_capacity_tokens_by_tp": {1: 100_000}}
+    for options in (
+        {"load_metric": "tokens"},
+        {"load_metric": "kv_tokens", **capacities},
+        {"load_balance_strategy": "weighted", "load_balance_weights": {"tp1": 7.0}},
+    ):
+        scheduler, now = sticky_fleet(2, **options)
+        homes = [place(scheduler, now, prompt="p").instance_id for _ in range(2 + MARGIN_REQUESTS)]
+        assert Counter(homes).most_common() == [(homes[0], 1 + MARGIN_REQUESTS), (homes[-1], 1)]

@@ -4,7 +4,7 @@ import pytest
 
 from fleets import fleet_of, place, request
 from libra.ids import InstanceId
-from libra.scheduling.breaker import TRIAL_LEASE_S
+from libra.scheduling.breaker import FAULTS_TO_OPEN, OPEN_INITIAL_S, TRIAL_LEASE_S
 from libra.scheduling.notice import BreakerClosed, BreakerOpened
 from libra.scheduling.request import Routed, Wait
 
@@ -148,3 +148,21 @@ def test_retry_after_zero_still_leaves_the_instance_a_moment():
     scheduler = fleet_of(1)
     scheduler.fail(place(scheduler), "saturated", 0.0, retry_after_s=0.0)
     assert scheduler.route(request(), 0.0).reason == "saturated"
+
+
+@pytest.mark.case("R-B08")
+@pytest.mark.parametrize("kind", ["client_error", "saturated"])
+def test_a_trial_that_the_instance_turned_down_closes_the_breaker(kind):
+    scheduler = fleet_of(1)
+    for _ in range(FAULTS_TO_OPEN):
+        scheduler.fail(place(scheduler), "fault", 0.0)
+    scheduler.fail(place(scheduler, OPEN_INITIAL_S), kind, OPEN_INITIAL_S)
+    assert scheduler.instances(OPEN_INITIAL_S)[0].breaker == "closed"
+
+
+@pytest.mark.case("R-B08")
+def test_a_bad_request_between_faults_starts_the_count_again():
+    scheduler = fleet_of(1)
+    for kind in ("fault", "fault", "client_error", "fault", "fault"):
+        scheduler.fail(place(scheduler), kind, 0.0)
+    assert scheduler.instances(0.0)[0].breaker == "closed"

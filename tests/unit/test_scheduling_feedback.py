@@ -18,6 +18,7 @@ I0, I1 = InstanceId("i0"), InstanceId("i1")
 def closed_loop(num_instances, **options):
     scheduler = fleet_of(num_instances, enable_metrics_feedback=True, **options)
     scheduler.on_tick(DURATION_S)
+    scheduler.take_notices()  # that nobody told anything so far
     return scheduler, DURATION_S
 
 
@@ -121,6 +122,22 @@ def test_old_snapshots_neither_block_nor_bias_and_that_is_said_once():
         scheduler.on_snapshot(I0, frozen, now + k)
         scheduler.on_tick(now + k)
     assert scheduler.take_notices() == (FeedbackLost(I0),)
+
+
+def test_metrics_that_never_come_are_said_once_and_their_first_coming_is_no_news_without_it():
+    scheduler = fleet_of(2, enable_metrics_feedback=True, metrics_staleness_ttl_s=10.0)
+    for at in range(0, 40, 3):
+        scheduler.on_snapshot(I1, snapshot(at, num_running=1.0), at)
+        scheduler.on_tick(at)
+    assert scheduler.take_notices() == (FeedbackLost(I0),)
+    scheduler.on_snapshot(I0, snapshot(40.0, num_running=1.0), 40.0)
+    assert scheduler.take_notices() == (FeedbackRestored(I0),)
+
+
+def test_nobody_misses_feedback_that_is_off():
+    scheduler = fleet_of(1)
+    scheduler.on_tick(1000.0)
+    assert scheduler.take_notices() == ()
 
 
 def test_after_an_outage_the_first_fresh_value_decides():
@@ -256,3 +273,38 @@ def test_every_penalty_and_freshness_end_is_announced():
         dues.append(due - now)
         scheduler.on_tick(due)
     assert dues == [10.0, 11.0, 61.0]
+
+
+def test_a_degree_without_a_configured_capacity_is_left_out_although_it_was_measured():
+    scheduler = fleet_of(0, load_metric="kv_tokens", kv_capacity_tokens_by_tp={1: 1000})
+    for tp in (1, 4):
+        scheduler.observe_instance(spec(f"tp{tp}", tp=tp), 0.0)
+        scheduler.on_kv_capacity_measured(InstanceId(f"tp{tp}"), 4000, 0.0)
+    assert {place(scheduler).instance_id for _ in range(4)} == {"tp1"}
+    assert [v.removed_by for v in scheduler.instances(0.0)] == [None, "kv_capacity_unknown"]
+
+
+def test_the_penalty_lasts_as_long_as_configured():
+    scheduler, now = closed_loop(2, metrics_preemption_penalty_ttl_s=5.0)
+    scheduler.on_snapshot(I0, snapshot(now, num_preemptions=1.0), now)
+    scheduler.on_snapshot(I0, snapshot(now + 1, num_preemptions=2.0), now + 1)
+    assert {place(scheduler, now + 5.9).instance_id for _ in range(4)} == {"i1"}
+    assert place(scheduler, now + 6.1).instance_id == "i0"
+
+
+@pytest.mark.case("R-B21")
+def test_a_counter_that_begins_anew_within_one_process_counts_from_zero():
+    scheduler, now = closed_loop(2)
+    for k, count in enumerate((900.0, 3.0)):
+        seen = snapshot(now + k, num_preemptions=count, process_started_at_s=100.0)
+        scheduler.on_snapshot(I0, seen, now + k)
+    views = {v.instance_id: v.is_penalized for v in scheduler.instances(now + 1)}
+    assert views == {"i0": True, "i1": False}
+
+
+def test_a_scrape_that_a_newer_one_overtook_is_no_restart():
+    scheduler, now = closed_loop(1)
+    for at, count in ((1.0, 10.0), (3.0, 30.0), (2.0, 20.0)):
+        scheduler.on_snapshot(I0, snapshot(now + at, num_preemptions=count), now + 3)
+    (view,) = scheduler.instances(now + 3)
+    assert (view.incarnation, view.removed_by, view.snapshot_age_s) == ("first", None, 0.0)

@@ -1,11 +1,13 @@
 """Identity is (instance, incarnation): what ends with a process and what outlives it."""
 
 import random
+from collections import Counter
 
 import pytest
 
-from fleets import SECOND, fleet_of, place, request, snapshot, spec
+from fleets import FIRST, SECOND, fleet_of, place, request, snapshot, spec
 from libra.ids import InstanceId, PolicyVersion
+from libra.scheduling.load import RemoteLoad
 from libra.scheduling.notice import RestartSeen
 from libra.scheduling.request import Routed, Wait
 from libra.scheduling.slow_start import DURATION_S
@@ -203,3 +205,67 @@ def end_one(scheduler, reservation, dice, now):
     else:
         kind = ("client_error", "saturated", "fault")[int(dice * 100) % 3]
         scheduler.fail(reservation, kind, now)
+
+
+@pytest.mark.case("R-B43")
+def test_instances_that_became_cold_a_moment_apart_stay_level_while_the_fleet_fills():
+    scheduler = fleet_of(1)
+    scheduler.observe_instance(spec("i1"), 0.4)
+    for k in range(400):
+        place(scheduler, 0.5 + k * 0.08)  # over the whole ramp
+        counts = [view.own_requests for view in scheduler.instances(0.5 + k * 0.08)]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_each_newcomer_begins_with_the_load_of_the_fleet_as_it_is_then():
+    scheduler = fleet_of(1)
+    scheduler.on_tick(DURATION_S)
+    loads = []
+    for name in ("a", "b"):
+        for _ in range(12):
+            place(scheduler, DURATION_S)
+        scheduler.observe_instance(spec(name), DURATION_S)
+        loads.append({v.instance_id: v.load for v in scheduler.instances(DURATION_S)}[name])
+    assert loads == [12 / 2, 24 / 3]
+
+
+def test_every_cold_instance_carries_the_load_that_all_ranks_together_have():
+    scheduler = fleet_of(2)
+    remote = {(InstanceId(f"i{k}"), FIRST): RemoteLoad(4, 400) for k in range(2)}
+    scheduler.on_remote_load(remote, 1.0)
+    loads = [view.load for view in scheduler.instances(1.0)]
+    assert loads[0] == loads[1]
+
+
+@pytest.mark.parametrize("strategy", ["round_robin", "least_connections"])
+def test_who_comes_late_gets_a_turn_and_not_all_those_it_missed(strategy):
+    scheduler = fleet_of(2, load_balance_strategy=strategy)
+    for _ in range(100):
+        scheduler.complete(place(scheduler, 0.0), 5, 0.0)
+    scheduler.observe_instance(spec("late"), 0.0)
+    scheduler.observe_instance(spec("newer", version=1), 0.0)
+    seen = Counter()
+    for _ in range(40):
+        reservation = place(scheduler, 0.0)
+        seen[reservation.instance_id] += 1
+        scheduler.complete(reservation, 5, 0.0)
+    assert set(seen.values()) == {10}
+
+
+@pytest.mark.case("R-B24")
+def test_what_others_have_on_a_process_that_is_gone_counts_for_nobody_until_they_know():
+    scheduler = fleet_of(2)
+    for at, started in ((1.0, 100.0), (2.0, 200.0)):
+        scheduler.on_snapshot(I0, snapshot(at, process_started_at_s=started), at)
+    scheduler.set_version(I0, PolicyVersion(0), 2.0)
+    scheduler.on_remote_load({(I0, FIRST): RemoteLoad(9, 900)}, 3.0)
+    assert [view.remote_requests for view in scheduler.instances(3.0)] == [0, 0]
+
+
+def test_a_drain_survives_a_restart_that_nobody_announced():
+    scheduler = fleet_of(1)
+    scheduler.drain_instance(I0, True, 0.0)
+    for at, started in ((1.0, 100.0), (2.0, 200.0)):
+        scheduler.on_snapshot(I0, snapshot(at, process_started_at_s=started), at)
+    scheduler.set_version(I0, PolicyVersion(0), 3.0)
+    assert scheduler.instances(3.0)[0].removed_by == "draining"

@@ -245,3 +245,29 @@ def test_a_decision_is_explained_with_what_time_alone_has_ended():
     scheduler.fail(place(scheduler), "saturated", 0.0, retry_after_s=2.0)
     place(scheduler, 2.0)
     assert [why.choice for why in told] == ["i0", "i0"]
+
+
+def test_the_oldest_request_goes_first_also_among_those_that_want_different_versions():
+    scheduler = fleet_of(1, max_in_flight_per_instance=1)
+    scheduler.set_version(I0, PolicyVersion(2), 0.0)
+    held = place(scheduler)
+    waits = [scheduler.route(request(min_version=v), 0.0) for v in (2, None, 1, None, 2)]
+    order = []
+    for _ in waits:
+        scheduler.complete(held, 5, 0.0)
+        (placed,) = [k for k, w in enumerate(waits) if w.ticket.outcome and k not in order]
+        order.append(placed)
+        held = waits[placed].ticket.outcome.reservation
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_an_explanation_says_who_is_too_old_for_the_request():
+    scheduler = fleet_of(1)
+    scheduler.observe_instance(spec("new", version=3), 0.0)
+    found = scheduler.explain(request(min_version=3), 0.0)
+    assert found.choice == "new"
+    assert {v.instance_id: v.removed_by for v in found.instances} == {
+        "new": None,
+        "i0": "stale_version",
+    }
+    assert {v.removed_by for v in scheduler.explain(request(), 0.0).instances} == {None}

@@ -1,3 +1,5 @@
+import re
+
 import msgspec
 import pytest
 
@@ -104,6 +106,15 @@ def test_nonsense_counts_never_make_a_load_negative():
     assert view_with(content(num_requests=-9)).remote_load(0.0) == {KEY: RemoteLoad(0, 0)}
 
 
+@pytest.mark.parametrize("field", ["num_requests", "num_tokens", "sequence", "written_at_ns"])
+def test_a_number_that_cannot_be_reckoned_with_makes_the_file_unreadable(field):
+    text = msgspec.json.encode(content())
+    assert text.count(f'"{field}":'.encode()) == 1
+    huge = re.sub(f'"{field}":[0-9]+'.encode(), f'"{field}":{"9" * 400}'.encode(), text)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(huge, type=RankLoad)
+
+
 def test_own_load_is_exact_and_leaves_out_what_is_idle():
     scheduler = fleet_of(3)
     held = place(scheduler, num_prompt_tokens=100, max_new_tokens=50)
@@ -122,3 +133,16 @@ def test_kv_tokens_count_remote_tokens_against_capacity():
     scheduler.on_remote_load({KEY: RemoteLoad(1, 400)}, 0.0)
     (first, _) = scheduler.instances(0.0)
     assert first.load == 0.4
+
+
+def test_a_conflict_that_lasts_is_told_once_and_one_after_a_while_again():
+    view = view_with(content("0", writer="me"), content())
+    told = []
+    for k in range(200):  # both find each other's file at each exchange
+        writer = ("w1", "w2")[k % 2]
+        files = {"0": content("0", writer="another"), "1": content(writer=writer, sequence=k)}
+        view.on_read(files, now=1.0 + k, wall_ns=0)
+        told += view.take_conflicts()
+    assert sorted(told) == ["0", "1"]
+    view.on_read({"0": content("0", writer="another")}, now=300.0, wall_ns=0)
+    assert view.take_conflicts() == {"0"}

@@ -54,6 +54,12 @@ def test_unknown_is_not_zero():
     assert total(read("running"), "running", engine="9") is None
 
 
+def test_a_line_that_comes_twice_counts_once_and_a_tab_separates_too():
+    page = 'a{x="1",y="2"} 3\na{y="2",x="1"} 4\na{x="2"} 5\nb\t6\n'
+    samples = read_samples(page, {"a", "b"})
+    assert (total(samples, "a"), total(samples, "b")) == (9.0, 6.0)
+
+
 def test_one_engine_without_a_value_leaves_the_others():
     assert total(read("mixed"), "mixed") == 2.0
 
@@ -80,7 +86,7 @@ def test_no_text_makes_it_fail(text):
         )
     )
 )
-def test_whatever_is_written_in_the_format_is_read_back(rows):
+def test_whatever_is_written_in_the_format_is_read_back_once_for_each_series(rows):
     def escaped(text):
         return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
@@ -94,5 +100,8 @@ def test_whatever_is_written_in_the_format_is_read_back(rows):
         lines.append((name, clean, value, f"{name}{{{inner}}} {value!r}"))
     samples = read_samples("\n".join(line for *_, line in lines), {"a", "b"})
     for wanted in "ab":
-        expected = [Sample(labels, value) for name, labels, value, _ in lines if name == wanted]
-        assert samples.get(wanted, []) == expected
+        expected = [(labels, value) for name, labels, value, _ in lines if name == wanted]
+        last = {frozenset(labels.items()): value for labels, value in expected}
+        found = samples.get(wanted, [])
+        assert len(found) == len(last)
+        assert {frozenset(s.labels.items()): s.value for s in found} == last

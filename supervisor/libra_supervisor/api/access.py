@@ -3,14 +3,13 @@
 import hmac
 import os
 import secrets
-import socket
-import struct
 from pathlib import Path
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from libra.errors import SiteError
+from libra_supervisor.process.peer import peer_uid
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 READ_PATHS = frozenset({"/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"})
@@ -43,7 +42,9 @@ def read_or_make_token(path: Path) -> str:
 def has_token(request: web.Request, token: str) -> bool:
     """Compare in constant time."""
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), token.encode())
+    # A header may hold bytes that are no text; they come as surrogates.
+    said = given.encode("utf-8", "surrogateescape")
+    return scheme.lower() == "bearer" and hmac.compare_digest(said, token.encode())
 
 
 def guard_unix() -> Middleware:
@@ -74,10 +75,3 @@ def guard_tcp(token: str, *, is_loopback: bool) -> Middleware:
         return await handler(request)
 
     return check
-
-
-def peer_uid(peer: socket.socket) -> int:
-    """The user id of the process at the other end of a Unix socket."""
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _pid, uid, _gid = struct.unpack("3i", credentials)
-    return int(uid)

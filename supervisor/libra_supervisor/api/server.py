@@ -1,8 +1,6 @@
 """The API's listeners: the Unix socket always, TCP when the configuration asks for it."""
 
 import ipaddress
-import os
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +11,7 @@ from libra.config.supervision import ApiConfig
 from libra.errors import SiteError
 from libra_supervisor.api.access import guard_tcp, guard_unix
 from libra_supervisor.api.control import MAX_BODY_BYTES, ControlPort, routes
+from libra_supervisor.process.peer import listen
 
 SHUTDOWN_S = 2.0
 
@@ -34,18 +33,20 @@ async def api_server(
     unix = web.Application(middlewares=[guard_unix()], client_max_size=MAX_BODY_BYTES)
     unix.add_routes(table)
     async with _running(unix) as runner:
-        await web.SockSite(runner, bind_unix(socket_path)).start()
+        # The run directory's lock makes us the owner of whatever is left there.
+        await web.SockSite(runner, listen(socket_path)).start()
         try:
             if config.api_port is None:
                 yield None
                 return
             guard = guard_tcp(token, is_loopback=is_loopback(config.api_host))
-            tcp = web.Application(middlewares=[guard])
+            # The gateway reads its bodies itself, with a limit of its own.
+            tcp = web.Application(middlewares=[guard], client_max_size=MAX_BODY_BYTES)
             tcp.add_routes([*table, *more_tcp_routes])
             async with _running(tcp) as tcp_runner:
                 yield await _listen_tcp(tcp_runner, config.api_host, config.api_port)
         finally:
-            _remove(socket_path)
+            socket_path.unlink(missing_ok=True)  # noqa: ASYNC240 - a local name
 
 
 def is_loopback(host: str) -> bool:
@@ -70,25 +71,6 @@ async def _running(application: web.Application) -> AsyncIterator[web.AppRunner]
         yield runner
     finally:
         await runner.cleanup()
-
-
-def bind_unix(path: Path) -> socket.socket:
-    """Bind with mode 0600 from the first moment. The run directory's lock makes us the owner."""
-    _remove(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    mask = os.umask(0o177)
-    try:
-        # Through the descriptor, because a run directory's path may exceed what AF_UNIX takes.
-        listener.bind(f"/proc/self/fd/{directory}/{path.name}")
-    finally:
-        os.umask(mask)
-        os.close(directory)
-    return listener
-
-
-def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
 
 
 async def _listen_tcp(runner: web.AppRunner, host: str, port: int) -> int:

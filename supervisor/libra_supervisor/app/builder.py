@@ -1,6 +1,6 @@
 """Builds the moving parts of a run: servers, gang, reward workers, runner, gateway."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -8,9 +8,10 @@ from typing import Final
 import msgspec
 
 from libra.data.dataset import PromptDataset
-from libra.ids import RunId
+from libra.ids import ChildId, RunId
 from libra.scheduling.scheduler import Scheduler
 from libra.workflows.loading import load_workflow
+from libra_supervisor.app.device_gate import DeviceGate
 from libra_supervisor.app.engine import Engine, EngineSite
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
@@ -29,7 +30,7 @@ from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.loop.execute import Terms
 from libra_supervisor.process.spawn import Spawner
 from libra_supervisor.ranks.gang import Gang
-from libra_supervisor.ranks.torchrun import GangSite
+from libra_supervisor.ranks.torchrun import TRAINER_ID, GangSite
 from libra_supervisor.rewards.pool import RewardPool
 from libra_supervisor.rollouts.client import GenerationSettings
 from libra_supervisor.rollouts.runner import RolloutRunner, RunnerParts
@@ -78,6 +79,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             env=launch.environ,
             devices=launch.devices,
             meter=self.meter,
+            cores=launch.cores,
         )
         base = config.rollout.rollout_port_base
         engines = [
@@ -88,6 +90,11 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
                 port=base + index if base else 0,
                 served_directory=served_directory,
                 rng=self.rng,
+                gate=self._gate(
+                    ChildId(placement.instance_id),
+                    placement.slots,
+                    needed_fraction=config.rollout.gpu_memory_utilization,
+                ),
             )
             for index, placement in enumerate(launch.plan.instances)
         ]
@@ -103,7 +110,8 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
     def gang(self) -> Gang:
         launch = self.launch
         on_cuda = launch.device == "cuda"
-        devices = tuple(launch.devices[slot] for slot in launch.plan.train.slots)
+        slots = launch.plan.train.slots
+        devices = tuple(launch.devices[slot] for slot in slots)
         site = GangSite(
             run_id=self.run_id,
             directory=launch.directory,
@@ -111,7 +119,9 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             device=launch.device,
             env=dict(launch.environ),
             visible_devices=devices if on_cuda else (),
+            rank_cores=tuple(launch.cores[slot] for slot in slots) if launch.cores else (),
         )
+        gate = self._gate(TRAINER_ID, slots, needed_fraction=None)
         return Gang(
             site,
             spawner=self.spawner,
@@ -119,7 +129,19 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             choose=CheckpointChooser(launch.directory, self.inbox),
             post=self.inbox.post,
             rng=self.rng,
+            hindrance=None if gate is None else gate.hindrance,
         )
+
+    def _gate(
+        self, child_id: ChildId, slots: Sequence[int], *, needed_fraction: float | None
+    ) -> DeviceGate | None:
+        """Waits for the memory of devices that are the child's alone; None on CPU."""
+        launch = self.launch
+        if launch.device == "cpu":
+            return None
+        devices = [launch.devices[slot] for slot in slots]
+        own = [it for it in devices if launch.devices.count(it) == devices.count(it)]
+        return DeviceGate(child_id, own, needed_fraction=needed_fraction)
 
     def reward_pool(self) -> RewardPool:
         launch = self.launch
@@ -176,4 +198,4 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             chat_default_tokens=config.rollout.max_new_tokens,
             queue_deadline_s=config.heterogeneous_rollout.scheduling.queue_deadline_s,
         )
-        return Gateway(self.room, fleet.url_or_none, options)
+        return Gateway(self.room, fleet.url_or_none, fleet.patience_with, options)

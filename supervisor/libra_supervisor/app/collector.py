@@ -12,6 +12,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from libra import clock
+from libra.scheduling.scheduler import Scheduler
 from libra.wire.api import StatusSnapshot
 from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.loop.control import Control
@@ -29,7 +30,9 @@ class RunCollector(Collector):
         stalls: StallMeter,
         forecaster: Forecaster,
         trackers: Trackers,
+        scheduler: Scheduler,
     ) -> None:
+        self._scheduler = scheduler
         self._control = control
         self._status = status
         self._stalls = stalls
@@ -57,6 +60,7 @@ class RunCollector(Collector):
             "libra_trajectories_buffered", "Of complete groups that wait.", status.num_buffered
         )
         yield from self._of_engines(status)
+        yield self._of_affinity()
         yield from self._of_last_step()
         yield from self._of_forecast()
         missed = CounterMetricFamily(
@@ -155,6 +159,15 @@ class RunCollector(Collector):
                 if value is not None:
                     family.add_metric([instance], value)
             yield family
+
+    def _of_affinity(self) -> Metric:
+        counts = self._scheduler.affinity_counts
+        lookups = CounterMetricFamily(
+            "libra_prefix_affinity_lookups", "Requests with a prompt id.", labels=["outcome"]
+        )
+        for outcome in ("new", "kept", "migrated", "broken"):
+            lookups.add_metric([outcome], getattr(counts, f"num_{outcome}"))
+        return lookups
 
     def _of_last_step(self) -> Iterator[Metric]:
         last = self._control.book.last

@@ -17,6 +17,7 @@ from libra.planner.plan import InstancePlacement
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
 from libra.wire.instance import InstanceState, Sampling
+from libra_supervisor.app.device_gate import DeviceGate
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.health import Health, HealthMonitor
 from libra_supervisor.instances.poller import InstancePoller, Polled
@@ -27,7 +28,7 @@ from libra_supervisor.instances.vllm import InstancePlacement as ServerPlacement
 from libra_supervisor.instances.vllm import ServingPaths, server_spec, start_digest
 from libra_supervisor.process.child import RunningChild
 from libra_supervisor.process.lifecycle import ChildHooks
-from libra_supervisor.process.spec import ProcessSpec
+from libra_supervisor.process.spec import Limits, ProcessSpec
 from libra_supervisor.run_directory import RunDirectory
 
 READY_POLL_S: Final = 0.5
@@ -56,6 +57,11 @@ class EngineSite(msgspec.Struct, frozen=True, kw_only=True):
     """By slot: CUDA devices; on CPU the core to bind to, round robin."""
 
     meter: ServingMeter
+    cores: tuple[tuple[int, ...], ...] = ()
+    """By slot: cores beside its CUDA device; none of a slot leaves all."""
+
+    def cores_of(self, slot: int) -> tuple[int, ...]:
+        return self.cores[slot] if self.cores else ()
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -87,7 +93,7 @@ class Replacement:
 class Engine(ChildHooks):
     """One instance: its port, its client, and what its supervision needs to know."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what one server has of its own
         self,
         site: EngineSite,
         placement: InstancePlacement,
@@ -96,12 +102,14 @@ class Engine(ChildHooks):
         port: int,
         served_directory: Callable[[], Path | None],
         rng: Random,
+        gate: DeviceGate | None = None,
     ) -> None:
         """Nothing is started yet; `port` 0 takes any.
 
         `served_directory` gives the committed version's directory, from which a process that
         replaces a failed one starts; None for the base model.
         """
+        self._gate = gate
         self.placement = placement
         self.reload_begun_at: float | None = None
         """Since when a reload is asked for: for a while no progress is owed."""
@@ -151,7 +159,7 @@ class Engine(ChildHooks):
         await self._connect(server.base_url)
         directory = self._next_directory()
         self.loading_directory = directory
-        return server_spec(
+        spec = server_spec(
             site.config,
             server,
             run_id=site.run_id,
@@ -159,6 +167,11 @@ class Engine(ChildHooks):
             environment=site.env,
             served_directory=None if directory is None else str(directory),
         )
+        cores = sorted({core for slot in self.placement.slots for core in site.cores_of(slot)})
+        return msgspec.structs.replace(spec, limits=Limits(cpu_cores=tuple(cores)))
+
+    async def hindrance(self) -> str | None:
+        return None if self._gate is None else await self._gate.hindrance()
 
     def required_facts(self) -> dict[str, str]:
         """What a process must have been started with to be taken over."""

@@ -1,6 +1,7 @@
 """The vLLM servers of a run: one supervision per instance, and what the loop asks of them."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from random import Random
 from types import TracebackType
@@ -99,6 +100,12 @@ class Fleet:
     def watch_of(self, instance_id: InstanceId) -> RequestWatch:
         """Signs of life of requests there."""
         return self._engines[instance_id].watch
+
+    def patience_with(
+        self, instance_id: InstanceId, request_id: RequestId
+    ) -> AbstractContextManager[None]:
+        """Wait within it for an answer; PeerError when the server lost the request."""
+        return self.watch_of(instance_id).patience(request_id)
 
     def url_or_none(self, instance_id: InstanceId) -> str | None:
         """The address of the newest process; None for one that is unknown or not started."""

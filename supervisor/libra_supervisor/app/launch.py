@@ -28,7 +28,7 @@ from libra.planner.train_layout import TrainLayout
 from libra.storage.atomic import atomic_write
 from libra.storage.checkpoints import list_complete_checkpoints
 from libra_supervisor.doctor.checks import check_site
-from libra_supervisor.doctor.devices import resolved_device, slot_devices
+from libra_supervisor.doctor.devices import resolved_device, slot_cores, slot_devices
 from libra_supervisor.doctor.held import NOTHING, Held, held_by_run
 from libra_supervisor.records.calibration import CalibrationStore, known_book, store_of
 from libra_supervisor.run_directory import RunDirectory
@@ -63,6 +63,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"]
     devices: tuple[str, ...]
     """By slot of the plan."""
+
+    cores: tuple[tuple[int, ...], ...] = ()
+    """By slot: cores beside its CUDA device; none leaves a process all."""
 
     environ: Mapping[str, str]
     loaded: LoadedConfig
@@ -169,7 +172,8 @@ def _on_devices(launch: Launch, *, held: Held) -> Launch:
     failed = [finding for finding in findings if not finding.ok]
     if failed:
         raise SiteError("\n".join(f"{f.check}: {f.detail}; {f.advice}" for f in failed))
-    return msgspec.structs.replace(launch, devices=devices)
+    cores = slot_cores(launch.device, devices)
+    return msgspec.structs.replace(launch, devices=devices, cores=cores)
 
 
 def new_run_id(directory: RunDirectory) -> RunId:

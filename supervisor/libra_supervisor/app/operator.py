@@ -26,6 +26,7 @@ from libra_supervisor.events import (
 from libra_supervisor.inbox import Inbox
 from libra_supervisor.loop.control import Control
 from libra_supervisor.loop.cycle import Phase
+from libra_supervisor.process.lifecycle import ChildState as ProcessState
 from libra_supervisor.process.lifecycle import ChildStatus as ProcessStatus
 from libra_supervisor.run_directory import RunDirectory
 
@@ -177,11 +178,12 @@ class Operator:
     def _engine(self, instance_id: InstanceId, view: InstanceView | None) -> ChildStatus:
         """`view`: as routing sees it; None before it has answered."""
         member, process = self._control.pool[instance_id], self._engine_status(instance_id)
+        is_waiting = process.state is ProcessState.WAITING
         return ChildStatus(
             child=instance_id,
             role="rollout",
-            state=member.state.value,
-            since_s=clock.now() - member.since,
+            state=process.state.value if is_waiting else member.state.value,
+            since_s=clock.now() - (process.since if is_waiting else member.since),
             pid=process.pid,
             num_restarts=member.num_restarts,
             policy_version=member.version,
@@ -189,7 +191,7 @@ class Operator:
             num_queued=None if view is None else view.num_queued,
             kv_use_fraction=None if view is None else view.kv_use_fraction,
             signals_age_s=None if view is None else view.snapshot_age_s,
-            last_error=member.last_error or process.last_error,
+            last_error=_said_of(process) or member.last_error or process.last_error,
         )
 
     def _trainer(self) -> ChildStatus:
@@ -206,7 +208,7 @@ class Operator:
             num_queued=None,
             kv_use_fraction=None,
             signals_age_s=None,
-            last_error=process.last_error,
+            last_error=_said_of(process) or process.last_error,
         )
 
     def _oldest_wait(self) -> str:
@@ -215,6 +217,11 @@ class Operator:
             return ""
         group_id, since = oldest
         return f"group {group_id} has been silent for {clock.now() - since:.0f} s"
+
+
+def _said_of(process: ProcessStatus) -> str:
+    """What a start waits for; empty for one that does not wait."""
+    return process.detail if process.state is ProcessState.WAITING else ""
 
 
 def waiting_for(control: Control) -> str:

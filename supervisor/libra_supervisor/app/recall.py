@@ -9,7 +9,9 @@ import anyio.to_thread
 import msgspec
 
 from libra import clock
+from libra.errors import InvariantError, SiteError
 from libra.ids import ChildId, RunId
+from libra.storage.atomic import atomic_write
 from libra_supervisor.events import (
     ChildExited,
     ChildReady,
@@ -22,8 +24,14 @@ from libra_supervisor.events import (
     SampleStarted,
     Ticked,
 )
-from libra_supervisor.journal import ChildRecord, Journal, StateFile, SupervisorState
-from libra_supervisor.process.identity import boot_id
+from libra_supervisor.journal import (
+    ChildRecord,
+    Journal,
+    StateFile,
+    SupervisorState,
+    read_run_id,
+)
+from libra_supervisor.process.identity import boot_id, identity_of
 from libra_supervisor.run_directory import RunDirectory
 
 _UNRECORDED = (Ticked, SampleStarted, SampleProgressed, SampleFinished, SampleGaveUp, RankSaid)
@@ -37,6 +45,10 @@ class RunMemory:
         self._file = StateFile(directory.state)
         self._journal = Journal(directory.journal)
         self._run_id = run_id
+        me = identity_of(os.getpid())
+        if me is None:
+            raise InvariantError("this process is not in /proc")
+        self._me = me
         self._children: dict[ChildId, ChildRecord] = {}
         self._changed = anyio.Event()
 
@@ -80,7 +92,9 @@ class RunMemory:
             SupervisorState(
                 run_id=self._run_id,
                 written_at_ns=clock.wall_ns(),
-                supervisor_pid=os.getpid(),
+                supervisor_pid=self._me.pid,
+                supervisor_start_ticks=self._me.start_ticks,
+                supervisor_boot_id=self._me.boot_id,
                 children=tuple(self._children.values()),
             )
         )
@@ -95,6 +109,18 @@ class RunMemory:
 
 
 def recorded_run_id(directory: RunDirectory) -> RunId | None:
-    """The identity of the run that this directory holds; None for a new one."""
+    """The identity of the run that this directory holds; None for a new one.
+
+    It is kept apart from state.json too: without it nobody would find, and end, the servers of a
+    run whose state.json was damaged and moved away.
+    """
     state = StateFile(directory.state).load()
-    return None if state is None else state.run_id
+    return read_run_id(directory.run_id) if state is None else state.run_id
+
+
+def record_run_id(directory: RunDirectory, run_id: RunId) -> None:
+    """Write it down for later supervisors. Raises SiteError when the disk refuses."""
+    try:
+        atomic_write(directory.run_id, f"{run_id}\n".encode())
+    except OSError as error:
+        raise SiteError(f"cannot write {directory.run_id}: {error.strerror}") from error

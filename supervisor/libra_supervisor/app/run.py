@@ -34,7 +34,7 @@ from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
 from libra_supervisor.app.probe_judge import ProbeJudge
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import RankMail
-from libra_supervisor.app.recall import RunMemory, recorded_run_id
+from libra_supervisor.app.recall import RunMemory, record_run_id, recorded_run_id
 from libra_supervisor.app.routing import SchedulerRouting, explained_if_debugging
 from libra_supervisor.app.tracer import Tracer
 from libra_supervisor.display.console import Display
@@ -75,9 +75,10 @@ async def run_to_end(launch: Launch, prompts: Prompts, display: Display) -> Outc
 
     Whatever the outcome, nothing that was started is left running.
     """
-    run_id = recorded_run_id(launch.directory) or new_run_id(launch.directory)
     become_subreaper()
     try:
+        run_id = recorded_run_id(launch.directory) or new_run_id(launch.directory)
+        record_run_id(launch.directory, run_id)
         check_reward_name(launch.config.data.reward)
         _log.info("run_begins", run_id=run_id, plan=plan_in_words(launch.plan))
         outcome = await _until_planned_right(launch, prompts, run_id, display)
@@ -340,7 +341,14 @@ class Run:
             scheduler=self._scheduler,
         )
         operator.registry = registry_of(
-            RunCollector(self._control, operator.status, self._stalls, forecaster, self._trackers)
+            RunCollector(
+                self._control,
+                operator.status,
+                self._stalls,
+                forecaster,
+                self._trackers,
+                self._scheduler,
+            )
         )
         return operator
 

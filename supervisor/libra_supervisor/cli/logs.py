@@ -6,12 +6,12 @@ from argparse import Namespace
 from contextlib import aclosing
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, Never
 
 import anyio
 
 from libra import clock
-from libra.errors import ConfigError, SiteError
+from libra.errors import ConfigError, InvariantError, SiteError
 from libra.ids import ChildId
 from libra_supervisor.process.log_reader import (
     LogLine,
@@ -40,18 +40,19 @@ def logs(options: Namespace) -> int:
         rank=options.rank,
         since_ns=0 if options.since is None else since_ns(options.since, now_ns=clock.wall_ns()),
     )
-    for line in read_lines(query):
-        _print(line)
     if options.follow:
         anyio.run(_follow, query)
+    for line in read_lines(query):
+        _print(line)
     return 0
 
 
-async def _follow(query: LogQuery) -> None:
-    async with aclosing(follow_lines(query)) as lines:  # type: ignore[type-var]
+async def _follow(query: LogQuery) -> Never:
+    async with aclosing(follow_lines(query, with_past=True)) as lines:  # type: ignore[type-var]
         async for line in lines:
             _print(line)
             sys.stdout.flush()
+    raise InvariantError("the following of logs ended by itself")
 
 
 def since_ns(text: str, *, now_ns: int) -> int:

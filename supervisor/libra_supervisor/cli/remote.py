@@ -1,11 +1,9 @@
 """Verbs that talk to a running control plane over its Unix socket."""
 
-import os
 import sys
 from argparse import Namespace
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from socket import AF_UNIX, SOCK_STREAM, socket
 from time import sleep
 
 import msgspec
@@ -13,6 +11,7 @@ import msgspec
 from libra.errors import PeerError, SiteError
 from libra.wire.api import StatusSnapshot, VerbReply, VerbRequest
 from libra_supervisor.display.status import status_text
+from libra_supervisor.process.peer import connect
 from libra_supervisor.run_directory import RunDirectory
 
 RUNS = Path("runs")
@@ -46,11 +45,24 @@ def _status(directory: RunDirectory, options: Namespace) -> int:
 
 
 def _newest() -> Path:
-    """The run whose control socket is newest. Raises SiteError when none is there."""
-    sockets = sorted(RUNS.glob("*/control.sock"), key=lambda path: path.stat().st_mtime)
-    if not sockets:
-        raise SiteError(f"no running control plane in {RUNS.resolve()}; name its --run-dir")
-    return sockets[-1].parent
+    """The newest run whose control plane listens. Raises SiteError when none does.
+
+    One that was killed has left its socket.
+    """
+    for path in sorted(RUNS.glob("*/control.sock"), key=_changed_at, reverse=True):
+        try:
+            connect(path).close()
+        except OSError:
+            continue
+        return path.parent
+    raise SiteError(f"no running control plane in {RUNS.resolve()}; name its --run-dir")
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0  # its run has ended just now
 
 
 def _call(directory: RunDirectory, method: str, path: str, body: bytes) -> bytes:
@@ -78,10 +90,5 @@ class _UnixConnection(HTTPConnection):
         self._root = root
 
     def connect(self) -> None:
-        self.sock = socket(AF_UNIX, SOCK_STREAM)
+        self.sock = connect(RunDirectory(self._root).control_socket)
         self.sock.settimeout(TIMEOUT_S)
-        folder = os.open(self._root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            self.sock.connect(f"/proc/self/fd/{folder}/control.sock")
-        finally:
-            os.close(folder)

@@ -98,7 +98,7 @@ def _run(options: Namespace, *, begin: Callable[[Launch, Prompts], None]) -> int
         open_prompts(launch.config)
         sys.stdout.write(f"{directory.root}\n{plan_in_words(launch.plan)}\n")
         return 0
-    with _made(directory), held(directory), display_on(sys.stderr) as display:
+    with made_and_held(directory), display_on(sys.stderr) as display:
         event_log = set_up_logging(directory.control_log, show=display.log, level=options.log_level)
         try:
             # Planning a large site or tokenising a large data set takes minutes.
@@ -120,13 +120,16 @@ def _run(options: Namespace, *, begin: Callable[[Launch, Prompts], None]) -> int
 
 
 @contextmanager
-def _made(directory: RunDirectory) -> Iterator[None]:
-    """Make the directory; one that was made for a run that never began is taken away again."""
-    was_there = directory.root.exists()
-    directory.create()
-    try:
-        yield
-    except LibraError:
-        if not was_there:
-            shutil.rmtree(directory.root)
-        raise
+def made_and_held(directory: RunDirectory) -> Iterator[None]:
+    """Make and hold the directory; one made for a run that never began is taken away again.
+
+    Only by who holds it: of two that start at once, one makes it and the other may be in it.
+    """
+    is_new = directory.create()
+    with held(directory):
+        try:
+            yield
+        except LibraError:
+            if is_new:
+                shutil.rmtree(directory.root)
+            raise

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Literal
 
 from libra.errors import SiteError
+from libra.tracing.log import get_log
+from libra_supervisor.doctor.accelerators import nearby_cores
 
 NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
+
+_log = get_log()
 
 
 def cuda_devices(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -60,3 +64,19 @@ def slot_devices(
             f"({', '.join(devices) or 'none'}); lower train_gpus or rollout_gpus"
         )
     return devices[:num_slots]
+
+
+def slot_cores(
+    device: Literal["cpu", "cuda"], devices: tuple[str, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """By slot: cores on the NUMA node of its CUDA device; none where all are, or none is known.
+
+    On CPU vLLM binds its workers itself, to the core it is told, and nothing else is bound.
+    """
+    if device == "cpu":
+        return ()
+    try:
+        return tuple(map(nearby_cores, devices))
+    except SiteError as error:
+        _log.warning("cores_not_bound", why=str(error))
+        return ()

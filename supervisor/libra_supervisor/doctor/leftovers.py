@@ -7,7 +7,7 @@ import anyio.to_thread
 from libra.errors import DataError
 from libra.ids import RunId
 from libra_supervisor.doctor.findings import Finding
-from libra_supervisor.journal import StateFile, SupervisorState
+from libra_supervisor.journal import StateFile, read_run_id
 from libra_supervisor.process.kernel import Kernel
 from libra_supervisor.process.sweep import Leftover, list_leftovers
 from libra_supervisor.run_directory import RunDirectory, holder_of
@@ -61,14 +61,14 @@ def _directory_of(run_id: RunId, found: list[Leftover]) -> RunDirectory | None:
         except OSError:
             continue
         directory = RunDirectory(place)
-        state = _state_in(directory)
-        if state is not None and state.run_id == run_id:
+        if run_id in (read_run_id(directory.run_id), _run_id_in_state(directory)):
             return directory
     return None
 
 
-def _state_in(directory: RunDirectory) -> SupervisorState | None:
+def _run_id_in_state(directory: RunDirectory) -> RunId | None:
     try:
-        return StateFile(directory.state).load()
+        state = StateFile(directory.state).load()
     except (DataError, OSError):
         return None
+    return None if state is None else state.run_id

@@ -4,10 +4,11 @@
 cancels its handler, which gives the place back and closes the engine's connection at once.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import count
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 
 import aiohttp
 import msgspec
@@ -34,12 +35,18 @@ MAX_UNREACHABLE = 3
 """Instances that are tried when connections cannot be made; a refusal by a full one is not
 counted, since it ends at the request's deadline."""
 
-PASSED_ON = ("Content-Type", "Accept", "X-Request-Id", "traceparent", "tracestate")
-PASSED_BACK = ("Content-Type", "X-Request-Id")
+REQUEST_ID_HEADER = "X-Request-Id"
+PASSED_ON = ("Content-Type", "Accept", "traceparent", "tracestate")
+PASSED_BACK = ("Content-Type", REQUEST_ID_HEADER)
+MAX_VERSION_DIGITS = 18
 OK, TIMED_OUT, TOO_MANY, UNAVAILABLE = 200, 408, 429, 503
 CLIENT_FAULTS = range(400, 500)
 NOT_A_NUMBER = b"Out of range float values"
 """In a 400 of vLLM whose own logits are NaN: the request is not at fault."""
+
+
+Patience: TypeAlias = Callable[[InstanceId, RequestId], AbstractContextManager[object]]
+"""A block within which an answer is awaited; PeerError when the instance lost the request."""
 
 
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +59,6 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     queue_deadline_s: float
     limits: PhaseLimits = PhaseLimits()
-    engine_headers: Mapping[str, str] = {}
-    """Added to every request to an engine."""
 
 
 class Gateway:
@@ -63,11 +68,13 @@ class Gateway:
         self,
         room: WaitingRoom,
         url_of: Callable[[InstanceId], str | None],
+        patience_with: Patience,
         options: GatewayOptions,
     ) -> None:
         """`url_of` answers None for an instance that is gone."""
         self._room = room
         self._url_of = url_of
+        self._patience_with = patience_with
         self._options = options
         self._upstream = Upstream(options.limits)
         self._serials = count(1)
@@ -118,7 +125,7 @@ class Gateway:
         wanted = self._route_request(request, route, body)
 
         async def relay(placement: Placement) -> web.StreamResponse:
-            return await self._relay(request, route, body, placement)
+            return await self._relay(request, route, body, placement, wanted.request_id)
 
         for _ in range(MAX_UNREACHABLE - 1):
             try:
@@ -129,8 +136,8 @@ class Gateway:
 
     def _route_request(self, request: web.Request, route: Route, body: bytes) -> RouteRequest:
         question = read_question(body, route, chat_default_tokens=self._options.chat_default_tokens)
-        prompt_id = request.headers.get(PROMPT_ID_HEADER)
-        request_id = request.headers.get("X-Request-Id") or f"gateway-{next(self._serials)}"
+        prompt_id = _name_in(request, PROMPT_ID_HEADER)
+        request_id = _name_in(request, REQUEST_ID_HEADER) or f"gateway-{next(self._serials)}"
         return RouteRequest(
             request_id=RequestId(request_id),
             max_new_tokens=question.max_new_tokens,
@@ -143,13 +150,22 @@ class Gateway:
         )
 
     async def _relay(
-        self, request: web.Request, route: Route, body: bytes, placement: Placement
+        self,
+        request: web.Request,
+        route: Route,
+        body: bytes,
+        placement: Placement,
+        request_id: RequestId,
     ) -> web.StreamResponse:
         engine = self._engine(placement)
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         # Tokens are counted in the bytes that pass by, so they come uncompressed.
-        headers |= {"Accept-Encoding": "identity", **self._options.engine_headers}
-        async with self._upstream.ask(engine, route, body=body, headers=headers) as answer:
+        # The engine is asked by this name whether it still has the request.
+        headers |= {"Accept-Encoding": "identity", REQUEST_ID_HEADER: request_id}
+        patience = self._patience_with(engine.instance_id, request_id)
+        async with self._upstream.ask(
+            engine, route, body=body, headers=headers, patience=patience
+        ) as answer:
             if answer.status in (TOO_MANY, UNAVAILABLE):
                 raise SaturatedError(
                     f"{engine.instance_id} answered {answer.status}",
@@ -233,19 +249,28 @@ class Gateway:
 async def _read_body(request: web.Request) -> bytes:
     """Read up to MAX_BODY_BYTES, whatever limit the application has for its own bodies."""
     pieces, num_bytes = [], 0
-    while piece := await request.content.readany():
-        num_bytes += len(piece)
-        if num_bytes > MAX_BODY_BYTES:
-            raise RejectedError(f"the body exceeds {MAX_BODY_BYTES} bytes")
-        pieces.append(piece)
+    try:
+        while piece := await request.content.readany():
+            num_bytes += len(piece)
+            if num_bytes > MAX_BODY_BYTES:
+                raise RejectedError(f"the body exceeds {MAX_BODY_BYTES} bytes")
+            pieces.append(piece)
+    except web.RequestPayloadError as exc:
+        raise RejectedError("the body is not what its headers say") from exc
     return b"".join(pieces)
+
+
+def _name_in(request: web.Request, header: str) -> str | None:
+    """A client's name for something, in ASCII: it goes into logs, messages and other headers."""
+    given = request.headers.get(header)
+    return given if given is None else given.encode("ascii", "backslashreplace").decode()
 
 
 def _min_version(request: web.Request) -> PolicyVersion | None:
     given = request.headers.get(MIN_VERSION_HEADER)
     if given is None:
         return None
-    if not given.isascii() or not given.isdigit():
+    if not given.isascii() or not given.isdigit() or len(given) > MAX_VERSION_DIGITS:
         raise RejectedError(f"{MIN_VERSION_HEADER} is {given!r}; a policy version is a number")
     return PolicyVersion(int(given))
 

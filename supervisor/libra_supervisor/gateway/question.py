@@ -40,7 +40,7 @@ def read_question(body: bytes, route: Route, *, chat_default_tokens: int) -> Que
     """Size up a request. Raises RejectedError when the body is not a JSON object."""
     try:
         fields = _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise RejectedError(f"the body is not a JSON object: {exc}") from exc
     default = COMPLETIONS_DEFAULT_TOKENS if route == "/v1/completions" else chat_default_tokens
     limit = _count(fields.max_completion_tokens) or _count(fields.max_tokens) or default

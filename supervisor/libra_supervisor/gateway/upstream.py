@@ -1,11 +1,12 @@
 """One request to one engine on behalf of a client, limited phase by phase, never sent twice.
 
-The exception: a pooled connection that proves closed before any byte of an answer came. Such a
-request never reached the engine, and goes out once more on a fresh connection.
+The exception: a pooled connection that proves closed within STALE_WITHIN_S and before any byte of
+an answer came. Such a request never reached the engine, and goes out once more on a fresh
+connection. One that is lost later may have been worked on, and is not repeated.
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from io import BytesIO
 from math import inf
 from types import SimpleNamespace, TracebackType
@@ -23,6 +24,8 @@ from libra.wire.instance import INSTANCE_HEADER
 POOL_IDLE_S = 3.0
 """Below the 5 s after which uvicorn under vLLM closes an idle connection."""
 
+STALE_WITHIN_S = 1.0
+"""A closed connection answers a request with a reset after one round trip."""
 
 LARGE_BODY_BYTES = 2**20
 """From here on a body is written in pieces, so that the event loop gets its turn in between."""
@@ -75,13 +78,21 @@ class Upstream:
 
     @asynccontextmanager
     async def ask(
-        self, engine: Engine, path: str, *, body: bytes, headers: Mapping[str, str]
+        self,
+        engine: Engine,
+        path: str,
+        *,
+        body: bytes,
+        headers: Mapping[str, str],
+        patience: AbstractContextManager[object],
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """The engine's answer, its body still to be read. Closed, and so aborted, with the block.
 
-        Raises UnreachableError, or PeerError when no answer began.
+        The beginning of the answer is awaited within `patience`, which may end the wait. Raises
+        UnreachableError, or PeerError when no answer began.
         """
-        response = await self._send(engine, path, body=body, headers=headers)
+        with patience:
+            response = await self._send(engine, path, body=body, headers=headers)
         try:
             _check_identity(engine, response)
             yield response
@@ -115,6 +126,7 @@ class Upstream:
         self, engine: Engine, path: str, *, body: bytes, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
         trace = SimpleNamespace(is_reused=False)
+        began = clock.now()
         try:
             return await self._post(self._pooled, engine.url + path, body, headers, trace)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
@@ -123,7 +135,7 @@ class Upstream:
             limit_s = self._limits.first_byte_s
             raise PeerError(f"{engine.instance_id} was silent for {limit_s} s") from exc
         except (aiohttp.ClientError, OSError) as exc:
-            if not trace.is_reused:
+            if not trace.is_reused or clock.now() > began + STALE_WITHIN_S:
                 raise PeerError(f"{engine.instance_id} did not answer: {exc!r}") from exc
         return await self._send_again(engine, path, body, headers)
 
@@ -133,7 +145,7 @@ class Upstream:
         trace = SimpleNamespace(is_reused=False)
         try:
             return await self._post(self._fresh, engine.url + path, body, headers, trace)
-        except aiohttp.ClientConnectorError as exc:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
             raise UnreachableError(f"{engine.instance_id} at {engine.url}: {exc!r}") from exc
         except (aiohttp.ClientError, OSError, TimeoutError) as exc:
             raise PeerError(f"{engine.instance_id} did not answer: {exc!r}") from exc
@@ -146,7 +158,8 @@ class Upstream:
         headers: Mapping[str, str],
         trace: SimpleNamespace,
     ) -> aiohttp.ClientResponse:
-        with anyio.fail_after(self._limits.first_byte_s):
+        limit_s = self._limits.first_byte_s
+        with nullcontext() if limit_s is None else anyio.fail_after(limit_s):
             return await session.post(
                 url,
                 data=body if len(body) < LARGE_BODY_BYTES else BytesIO(body),

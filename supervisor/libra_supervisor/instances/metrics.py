@@ -1,7 +1,8 @@
 """One vLLM /metrics page -> what scheduling and health need of it. Pure.
 
 Read from vLLM 0.22 and 0.32, and the KV gauge's name before 0.10. A DP server has one series per
-`engine` label: counts are summed, the KV use is the fullest engine's.
+`engine` label: counts are summed, the KV use is the fullest engine's. A sample that cannot be (no
+number here is negative, infinite or beyond MAX_VALUE) is dropped by itself.
 """
 
 from math import fsum
@@ -28,6 +29,11 @@ LATENCY_SUM = "vllm:inter_token_latency_seconds_sum"
 LATENCY_COUNT = "vllm:inter_token_latency_seconds_count"
 ENGINE_STEPS = "vllm:iteration_tokens_total_count"
 COMPUTED_PROMPT_TOKENS = "vllm:request_prefill_kv_computed_tokens_sum"
+
+MAX_VALUE = 1e18
+"""More than any counter here can have counted."""
+
+MAX_DIGITS = 18
 
 WANTED = frozenset(
     {
@@ -61,7 +67,7 @@ class ServerMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def server_metrics(text: str, *, incarnation: Incarnation, sampled_at: float) -> ServerMetrics:
-    samples = read_samples(text, WANTED)
+    samples = _plausible(read_samples(text, WANTED))
     kv_use = largest(samples, KV_USE)
     load = LoadSnapshot(
         incarnation=incarnation,
@@ -79,6 +85,14 @@ def server_metrics(text: str, *, incarnation: Incarnation, sampled_at: float) ->
     return ServerMetrics(
         load=load, num_tokens=fsum(known) if known else None, serving=_serving(samples)
     )
+
+
+def _plausible(samples: dict[str, list[Sample]]) -> dict[str, list[Sample]]:
+    return {name: [s for s in found if _can_be(name, s.value)] for name, found in samples.items()}
+
+
+def _can_be(name: str, value: float) -> bool:
+    return 0.0 <= value <= (1.0 if name in (KV_USE, OLD_KV_USE) else MAX_VALUE)
 
 
 def _serving(samples: dict[str, list[Sample]]) -> ServingCounters | None:
@@ -120,4 +134,4 @@ def _capacity_of(labels: dict[str, str]) -> int | None:
 def _count(labels: dict[str, str], name: str) -> int | None:
     # An unset option is exposed as the text "None".
     text = labels.get(name, "")
-    return int(text) if text.isdecimal() else None
+    return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else None

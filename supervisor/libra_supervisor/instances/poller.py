@@ -12,7 +12,7 @@ from typing import Never, Protocol
 import msgspec
 
 from libra import clock
-from libra.errors import LibraError, OverloadedError, PeerError
+from libra.errors import LibraError, OverloadedError
 from libra.ids import Incarnation, InstanceId
 from libra_supervisor.instances.health import HealthAnswer
 from libra_supervisor.instances.metrics import ServerMetrics, server_metrics
@@ -88,7 +88,7 @@ class InstancePoller:
         except OverloadedError as exc:
             # vLLM answers /health with 503 only when its engine is dead.
             return "unhealthy", str(exc)
-        except PeerError as exc:
+        except LibraError as exc:  # a refusal is no answer to this question either
             return "no_answer", str(exc)
         return "healthy", ""
 

@@ -10,6 +10,7 @@ What went wrong, by whom it is to be answered for:
 
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
+from math import inf
 from types import SimpleNamespace, TracebackType
 from typing import Self
 
@@ -17,6 +18,7 @@ import aiohttp
 import anyio
 import msgspec
 
+from libra import clock
 from libra.errors import LibraError, OverloadedError, PeerError, RefusedError, RejectedError
 from libra.ids import InstanceId
 from libra.wire.instance import INSTANCE_HEADER, WEIGHTS_UNKNOWN
@@ -40,6 +42,11 @@ class CallLimits(msgspec.Struct, frozen=True, kw_only=True):
     connect_s: float = 5.0
     first_byte_s: float | None = None
     idle_s: float | None = 60.0
+    whole_s: float | None = None
+    """From the beginning to the last byte: what trickles ends too."""
+
+    max_bytes: int | None = None
+    """Of the answer."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,8 +113,9 @@ class InstanceTransport:
     async def _send(
         self, session: aiohttp.ClientSession, call: Call, trace: SimpleNamespace
     ) -> bytes:
-        async with self._answer(session, call, trace) as response:
-            content = await self._body(response, call)
+        end_at = clock.now() + _or_ever(call.limits.whole_s)
+        async with self._answer(session, call, trace, end_at=end_at) as response:
+            content = await self._body(response, call, end_at=end_at)
         self._check_identity(response, call)
         if response.status != OK:
             raise self._error_of(response, content, call)
@@ -115,10 +123,16 @@ class InstanceTransport:
 
     @asynccontextmanager
     async def _answer(
-        self, session: aiohttp.ClientSession, call: Call, trace: SimpleNamespace
+        self,
+        session: aiohttp.ClientSession,
+        call: Call,
+        trace: SimpleNamespace,
+        *,
+        end_at: float,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=call.limits.connect_s)
-        with self._as_connection_lost(call), anyio.fail_after(call.limits.first_byte_s):
+        in_s = min(end_at - clock.now(), _or_ever(call.limits.first_byte_s))
+        with self._as_connection_lost(call), anyio.fail_after(in_s):
             response = await session.request(
                 call.method,
                 self._base_url + call.path,
@@ -134,15 +148,21 @@ class InstanceTransport:
             # Closes the connection unless the whole body was read; then it went back already.
             response.close()
 
-    async def _body(self, response: aiohttp.ClientResponse, call: Call) -> bytes:
-        content = bytearray()
+    async def _body(self, response: aiohttp.ClientResponse, call: Call, *, end_at: float) -> bytes:
+        content, idle_s = bytearray(), _or_ever(call.limits.idle_s)
+        max_bytes = _or_ever(call.limits.max_bytes)
         try:
-            while True:
-                with anyio.fail_after(call.limits.idle_s):
+            with anyio.fail_after(None) as scope:
+                while True:
+                    scope.deadline = min(end_at, clock.now() + idle_s)
                     chunk = await response.content.readany()
-                if not chunk:
-                    return bytes(content)
-                content += chunk
+                    if not chunk:
+                        return bytes(content)
+                    content += chunk
+                    if len(content) > max_bytes:
+                        raise PeerError(
+                            f"{self.instance_id} gave over {max_bytes} bytes while {call.doing}"
+                        )
         except (aiohttp.ClientError, OSError, TimeoutError) as exc:
             raise PeerError(
                 f"{self.instance_id} broke off its answer after {len(content)} bytes "
@@ -180,6 +200,10 @@ class InstanceTransport:
         if is_caller_fault and NOT_A_NUMBER not in reason:
             return RejectedError(said)
         return PeerError(said)
+
+
+def _or_ever(limit: float | None) -> float:
+    return inf if limit is None else limit
 
 
 class _ErrorDetail(msgspec.Struct):

@@ -55,6 +55,10 @@ class RunningChild(Protocol):
 
     async def last_lines(self, num_lines: int) -> tuple[str, ...]: ...
 
+    def attach_rank(self, rank: int, out_fd: int, err_fd: int) -> None:
+        """Have a rank's own pipes drained into this child's log; takes the descriptors."""
+        ...
+
     def reap(self) -> None:
         """Release the pid and the pipes. Once, when the tree has ended."""
         ...
@@ -105,6 +109,9 @@ class LinuxChild:
 
     async def last_lines(self, num_lines: int) -> tuple[str, ...]:
         return await self._logs.tail(self.child_id, num_lines)
+
+    def attach_rank(self, rank: int, out_fd: int, err_fd: int) -> None:
+        self._logs.attach_rank(self.child_id, rank, out_fd, err_fd)
 
     def reap(self) -> None:
         if self._is_own:

@@ -1,7 +1,7 @@
 """A child's log on disk: its bytes as written, an index beside them, rotation by size.
 
 `NAME.log` holds the raw bytes of both streams in the order they were read. `NAME.log.index`
-holds one record per chunk: offset, length, stream and time, so that `logs` can tell the streams
+holds one record per chunk: offset, length, stream, rank and time, so that `logs` can tell these
 apart and find a moment. A reader must bear a torn last record and chunks without one (the disk
 was full). On rotation both files move to `.1`, `.2`, ... and the oldest goes.
 """
@@ -16,7 +16,7 @@ from libra_supervisor.process.streams import Stream
 
 INDEX_SUFFIX: Final = ".index"
 RECORD: Final = struct.Struct("<QIHHq")
-"""offset u64, length u32, stream u16, zero u16, wall time in ns since the epoch i64."""
+"""offset u64, length u32, stream u16, rank + 1 or 0 u16, wall time in ns since the epoch i64."""
 
 
 class LogFile:
@@ -30,7 +30,9 @@ class LogFile:
         self._index_fd: int | None = None
         self._size_bytes = 0
 
-    def write(self, stream: Stream, chunk: bytes | memoryview, *, wall_ns: int) -> int:
+    def write(
+        self, stream: Stream, chunk: bytes | memoryview, *, wall_ns: int, rank: int | None = None
+    ) -> int:
         """Append the chunk and return how many of its bytes are in the file.
 
         Fewer than all when the disk filled up half way. Raises OSError when none are.
@@ -49,7 +51,9 @@ class LogFile:
             # The disk filled up inside the chunk: what is in the file stays and is indexed.
         self._size_bytes += written
         with suppress(OSError):  # a reader bears a chunk that no record describes
-            self._write_index(RECORD.pack(offset, written, stream, 0, wall_ns))
+            self._write_index(
+                RECORD.pack(offset, written, stream, 0 if rank is None else rank + 1, wall_ns)
+            )
         return written
 
     def close(self) -> None:

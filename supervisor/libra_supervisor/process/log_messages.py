@@ -20,6 +20,9 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     num_kept: int
     """Rotated files kept beside the current one."""
 
+    rank: int | None = None
+    """Whose pipes these are, beside those that all of the child shares (None)."""
+
 
 class AskTail(msgspec.Struct, frozen=True, tag=True):
     request: int

@@ -3,12 +3,14 @@
     for line in read_lines(LogQuery(directory=..., child_ids=("vllm-0",), since_ns=...)):
         print(line.child_id, line.text)
 
-Tags are added here, not when the bytes were written: the stream and the time of a line come from
-the log's index, the rank from the prefix `[rank N]` or torchrun's `[defaultN]:`.
+Tags are added here, not when the bytes were written: stream, rank and time of a line come from the
+log's index. What ranks say before they have pipes of their own tells its rank by the prefix
+`[rank N]` or torchrun's `[defaultN]:`.
 """
 
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Iterator
 from heapq import merge
 from pathlib import Path
 from typing import Final
@@ -67,23 +69,26 @@ def children_logged(directory: Path) -> tuple[ChildId, ...]:
 
 def read_lines(query: LogQuery) -> Iterator[LogLine]:
     """Lines of all wanted children in order of time, rotated files included."""
-    children = query.child_ids or children_logged(query.directory)
-    sources = (_lines_of(query.directory, child_id) for child_id in children)
-    for line in merge(*sources, key=lambda line: line.at_ns):
+    for line in _merged(_lines_of(query.directory, child_id) for child_id in _wanted(query)):
         if query.wants(line):
             yield line
 
 
-async def follow_lines(query: LogQuery) -> AsyncIterator[LogLine]:
-    """Lines written from now on, until the caller stops; rotations and new children included."""
+async def follow_lines(query: LogQuery, *, with_past: bool = False) -> AsyncIterator[LogLine]:
+    """Lines written from now on, until the caller stops; rotations and new children included.
+
+    `with_past` begins with those written before, and misses none that comes meanwhile.
+    """
     tails = {child_id: _Tail(query.directory, child_id) for child_id in _wanted(query)}
+    if with_past:
+        for line in filter(query.wants, _merged(tail.past() for tail in tails.values())):
+            yield line
     while True:
         for child_id in _wanted(query):
             if child_id not in tails:
                 tails[child_id] = _Tail(query.directory, child_id, from_start=True)
-            for line in tails[child_id].fresh():
-                if query.wants(line):
-                    yield line
+            for line in filter(query.wants, tails[child_id].fresh()):
+                yield line
         await clock.sleep(_POLL_S)
 
 
@@ -91,34 +96,38 @@ class _Chunk(msgspec.Struct, frozen=True):
     offset: int
     length: int
     stream: Stream
+    rank: int | None
     at_ns: int
 
 
 class _Lines:
-    """Turns chunks of one child into lines, stream by stream."""
+    """Turns chunks of one child into lines, each stream of each rank for itself."""
 
     def __init__(self, child_id: ChildId) -> None:
         self._child_id = child_id
-        self._splitters = {stream: LineSplitter() for stream in Stream}
+        self._splitters: defaultdict[tuple[Stream, int | None], LineSplitter]
+        self._splitters = defaultdict(LineSplitter)
+        self._last_at_ns = 0
 
-    def feed(self, stream: Stream, at_ns: int, chunk: bytes) -> Iterator[LogLine]:
-        for line in self._splitters[stream].feed(chunk):
-            yield self._tagged(stream, at_ns, line)
+    def feed(self, chunk: _Chunk, data: bytes) -> Iterator[LogLine]:
+        self._last_at_ns = chunk.at_ns
+        for line in self._splitters[chunk.stream, chunk.rank].feed(data):
+            yield self._tagged(chunk.stream, chunk.rank, chunk.at_ns, line)
 
-    def flush(self, at_ns: int) -> Iterator[LogLine]:
-        for stream, splitter in self._splitters.items():
+    def flush(self) -> Iterator[LogLine]:
+        for (stream, rank), splitter in self._splitters.items():
             for line in splitter.flush():
-                yield self._tagged(stream, at_ns, line)
+                yield self._tagged(stream, rank, self._last_at_ns, line)
 
-    def _tagged(self, stream: Stream, at_ns: int, line: bytes) -> LogLine:
+    def _tagged(self, stream: Stream, rank: int | None, at_ns: int, line: bytes) -> LogLine:
         text = shown(line)
-        found = _RANK.match(text)
-        rank = int(found[1]) if found is not None else None
+        if rank is None and (found := _RANK.match(text)) is not None:
+            rank = int(found[1])
         return LogLine(at_ns=at_ns, child_id=self._child_id, stream=stream, rank=rank, text=text)
 
 
 class _Tail:
-    """Follows the current log of one child from its present end on."""
+    """The logs of one child, up to the present end and from there on."""
 
     def __init__(self, directory: Path, child_id: ChildId, *, from_start: bool = False) -> None:
         self._path = str(directory / f"{child_id}{_SUFFIX}")
@@ -126,54 +135,83 @@ class _Tail:
         self._inode, size = _inode_and_size(self._path)
         self._offset = 0 if from_start else size
 
+    def past(self) -> Iterator[LogLine]:
+        """Lines up to where `fresh` begins, which completes the last when it has no end yet."""
+        for path in reversed(_existing(self._path)):
+            is_current = _inode_and_size(path)[0] == self._inode
+            for chunk, data in _chunks(path, 0, self._offset if is_current else None):
+                yield from self._lines.feed(chunk, data)
+            if is_current:
+                return  # what a rotation made meanwhile is fresh
+
+    def rest(self) -> Iterator[LogLine]:
+        """The last lines, which have no end."""
+        return self._lines.flush()
+
     def fresh(self) -> Iterator[LogLine]:
         inode, size = _inode_and_size(self._path)
         if inode != self._inode:
-            # Rotated: what was written to the old file since the last look comes first.
-            yield from self._read(rotated_name(self._path, 1))
+            # Rotated, maybe more than once: what was written before the current file comes first.
+            for path in reversed(self._since_ours()):
+                yield from self._read(path)
+                self._offset = 0
             self._inode, self._offset = inode, 0
         if size > self._offset:
             yield from self._read(self._path)
 
+    def _since_ours(self) -> list[str]:
+        """Rotated files that were not read to their end, the youngest first."""
+        found: list[str] = []
+        for path in _existing(self._path):
+            if path != self._path:
+                found.append(path)
+                if _inode_and_size(path)[0] == self._inode:
+                    return found
+        self._offset = 0  # ours is gone, and all that are left are younger
+        return found
+
     def _read(self, path: str) -> Iterator[LogLine]:
         for chunk, data in _chunks(path, self._offset):
             self._offset = chunk.offset + len(data)
-            yield from self._lines.feed(chunk.stream, chunk.at_ns, data)
+            yield from self._lines.feed(chunk, data)
 
 
 def _wanted(query: LogQuery) -> tuple[ChildId, ...]:
     return query.child_ids or children_logged(query.directory)
 
 
+def _merged(sources: Iterable[Iterator[LogLine]]) -> Iterator[LogLine]:
+    return merge(*sources, key=lambda line: line.at_ns)
+
+
 def _lines_of(directory: Path, child_id: ChildId) -> Iterator[LogLine]:
-    path = str(directory / f"{child_id}{_SUFFIX}")
-    lines, last_at_ns = _Lines(child_id), 0
-    for rotated in reversed(_existing(path)):
-        for chunk, data in _chunks(rotated, 0):
-            last_at_ns = chunk.at_ns
-            yield from lines.feed(chunk.stream, chunk.at_ns, data)
-    yield from lines.flush(last_at_ns)
+    tail = _Tail(directory, child_id)
+    yield from tail.past()
+    yield from tail.rest()
 
 
 def _existing(path: str) -> list[str]:
-    """The current file and the rotated ones, the youngest first."""
-    found: list[str] = []
-    while Path(name := rotated_name(path, len(found))).exists():
+    """The current file, if there is one, and the rotated ones, the youngest first."""
+    found = [path] if Path(path).exists() else []
+    age = 1
+    while Path(name := rotated_name(path, age)).exists():
         found.append(name)
+        age += 1
     return found
 
 
-def _chunks(path: str, start: int) -> Iterator[tuple[_Chunk, bytes]]:
-    """The file's bytes from `start` on, cut as the index says; gaps count as stdout."""
+def _chunks(path: str, start: int, end: int | None = None) -> Iterator[tuple[_Chunk, bytes]]:
+    """The file's bytes from `start` to `end`, cut as the index says; gaps count as stdout."""
     if not Path(path).exists():
         return
     with Path(path).open("rb") as file:
-        for chunk in _filled(_index(path), start, _inode_and_size(path)[1]):
+        stop = _inode_and_size(path)[1] if end is None else end
+        for chunk in _filled(_index(path), start, stop):
             for offset in range(chunk.offset, chunk.offset + chunk.length, _CHUNK_BYTES):
                 file.seek(offset)
                 wanted = min(_CHUNK_BYTES, chunk.offset + chunk.length - offset)
                 data = file.read(wanted)
-                yield _Chunk(offset, len(data), chunk.stream, chunk.at_ns), data
+                yield msgspec.structs.replace(chunk, offset=offset, length=len(data)), data
 
 
 def _index(path: str) -> Iterator[_Chunk]:
@@ -182,8 +220,8 @@ def _index(path: str) -> Iterator[_Chunk]:
     except FileNotFoundError:
         return
     whole = len(content) - len(content) % RECORD.size
-    for offset, length, stream, _, at_ns in RECORD.iter_unpack(content[:whole]):
-        yield _Chunk(offset, length, Stream(stream), at_ns)
+    for offset, length, stream, rank, at_ns in RECORD.iter_unpack(content[:whole]):
+        yield _Chunk(offset, length, Stream(stream), rank - 1 if rank else None, at_ns)
 
 
 def _filled(index: Iterator[_Chunk], start: int, end: int) -> Iterator[_Chunk]:
@@ -194,15 +232,15 @@ def _filled(index: Iterator[_Chunk], start: int, end: int) -> Iterator[_Chunk]:
             at_ns = chunk.at_ns
             continue
         if chunk.offset > start:
-            yield _Chunk(start, min(chunk.offset, end) - start, Stream.OUT, at_ns)
+            yield _Chunk(start, min(chunk.offset, end) - start, Stream.OUT, None, at_ns)
             start = chunk.offset
         at_ns = chunk.at_ns
         stop = min(chunk.offset + chunk.length, end)
         if stop > start:
-            yield _Chunk(start, stop - start, chunk.stream, at_ns)
+            yield msgspec.structs.replace(chunk, offset=start, length=stop - start)
             start = stop
     if start < end:
-        yield _Chunk(start, end - start, Stream.OUT, at_ns)
+        yield _Chunk(start, end - start, Stream.OUT, None, at_ns)
 
 
 def _inode_and_size(path: str) -> tuple[int, int]:

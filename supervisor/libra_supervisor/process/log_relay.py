@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _MAX_MESSAGE_BYTES: Final = 1 << 20
 _MAX_FDS: Final = 253
+_BACKLOG: Final = 64
 _PAUSED_POLL_S: Final = 0.1
 _FINISH_S: Final = 5.0
 
@@ -51,6 +52,7 @@ class Source(msgspec.Struct):
     fd: int
     stream: Stream
     sink: LogSink
+    rank: int | None
     is_paused: bool = False
 
 
@@ -126,9 +128,9 @@ class Relay:
 
     # Pipes
 
-    def _read(self, source: Source) -> bool:
+    def _read(self, source: Source, *, even_if_full: bool = False) -> bool:
         """Take one chunk; False when there is none now."""
-        if source.sink.is_full and not self._writer.is_stuck:
+        if source.sink.is_full and not self._writer.is_stuck and not even_if_full:
             self._pause(source)
             return False
         try:
@@ -140,15 +142,15 @@ class Relay:
         if num_bytes == 0:
             self._end(source)
             return False
-        self._take(source, Chunk(self._buffer, num_bytes))
+        self._take(source, Chunk(self._buffer, num_bytes), even_if_full=even_if_full)
         return True
 
-    def _take(self, source: Source, chunk: Chunk) -> None:
-        source.sink.remember(source.stream, chunk.data)
-        if source.sink.is_full:
+    def _take(self, source: Source, chunk: Chunk, *, even_if_full: bool) -> None:
+        source.sink.remember(source.stream, chunk.data, source.rank)
+        if source.sink.is_full and not even_if_full:
             source.sink.drop(len(chunk), "the disk does not take writes")
             return
-        self._writer.put(source.sink, source.stream, chunk)
+        self._writer.put(source.sink, source.stream, chunk, source.rank)
         if chunk.is_borrowed:
             self._buffer = self._buffers.take()
 
@@ -213,27 +215,39 @@ class Relay:
                 self._hand_over(link, command.request)
 
     def _attach(self, attach: Attach, out_fd: int, err_fd: int) -> None:
+        sink = self._sink_for(msgspec.structs.replace(attach, rank=None))
+        if attach.rank is None:
+            sink.forget()
+        for fd, stream in ((out_fd, Stream.OUT), (err_fd, Stream.ERR)):
+            os.set_blocking(fd, False)
+            self._sources[fd] = Source(fd, stream, sink, attach.rank)
+            self._poller.register(fd, select.EPOLLIN)
+
+    def _sink_for(self, attach: Attach) -> LogSink:
+        """The child's sink; a new one when the file is to be kept in another way."""
         sink = self._sink_of.get(attach.child_id)
         if sink is None or self._attach_of[attach.child_id] != attach:
             if sink is not None:
                 sink.close()
             file = LogFile(attach.log_path, max_bytes=attach.max_bytes, num_kept=attach.num_kept)
             sink = LogSink(attach.child_id, file, self._post)
-        sink.forget()
         self._sink_of[attach.child_id], self._attach_of[attach.child_id] = sink, attach
-        for fd, stream in ((out_fd, Stream.OUT), (err_fd, Stream.ERR)):
-            os.set_blocking(fd, False)
-            self._sources[fd] = Source(fd, stream, sink)
-            self._poller.register(fd, select.EPOLLIN)
+        return sink
 
     def _tail(self, ask: AskTail) -> tuple[str, ...]:
         sink = self._sink_of.get(ask.child_id)
         if sink is None:
             return ()
-        # A dead child's last words may still be in its pipes.
-        for source in [s for s in self._sources.values() if s.sink is sink]:
+        # A dead child's last words may still be in its pipes: those of ranks came before what
+        # torchrun says of their end.
+        sources = [source for source in self._sources.values() if source.sink is sink]
+        for source in sorted(sources, key=lambda source: source.rank is None):
             while source.fd in self._sources and self._read(source):
                 pass
+            if source.is_paused:
+                # The disk is behind. A flood on stdout must not keep back a traceback on stderr;
+                # one read takes a whole pipe.
+                self._read(source, even_if_full=True)
         return tuple(shown(line) for line in sink.last_lines(ask.num_lines))
 
     def _hand_over(self, link: Link, request: int) -> None:
@@ -241,7 +255,9 @@ class Relay:
         fds: list[int] = []
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         for child_id, sink in self._sink_of.items():
-            fd_of = {s.stream: s.fd for s in self._sources.values() if s.sink is sink}
+            # Ranks are not taken over, and what they still say is drained to its end.
+            sources = (s for s in self._sources.values() if s.sink is sink and s.rank is None)
+            fd_of = {source.stream: source.fd for source in sources}
             if fd_of and len(fds) + 2 <= _MAX_FDS:
                 attaches.append(self._attach_of[child_id])
                 fds += [fd_of.get(Stream.OUT, null), fd_of.get(Stream.ERR, null)]
@@ -277,6 +293,8 @@ def main() -> int:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     listener = socket.socket(fileno=int(sys.argv[1]))
+    # Whoever listened last is whom the kernel names to those that connect.
+    listener.listen(_BACKLOG)
     path = Path(sys.argv[2])
     ours = _inode_of(path)
     Relay(listener).run()

@@ -6,7 +6,7 @@ has not come back for STUCK_AFTER_S. What is dropped is counted, reported, and s
 """
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Final
@@ -23,9 +23,13 @@ STUCK_AFTER_S: Final = 1.0
 TAIL_BYTES: Final = 96 * 1024
 """More than the longest shown line, so that one that is cut is seen to be."""
 
-READ_BYTES: Final = 256 * 1024
-COPIED_BYTES: Final = 128 * 1024
+READ_BYTES: Final = 1 << 20
+"""A whole pipe: on a busy machine every hand-over between the threads waits for a core."""
+
+COPIED_BYTES: Final = 256 * 1024
 """A read up to this size is copied out of its buffer; a larger one travels inside it."""
+
+_MAX_FREE_BUFFERS: Final = 8
 
 _RETRY_AFTER_S: Final = 0.2
 _REPORT_EVERY_S: Final = 10.0
@@ -58,27 +62,39 @@ class Buffers:
 
     def give_back(self, chunk: Chunk) -> None:
         """For the writer's thread: its last use of the chunk is over."""
-        if chunk.is_borrowed:
+        if chunk.is_borrowed and len(self._free) < _MAX_FREE_BUFFERS:
             self._free.append(chunk.buffer)
 
 
 class Tail:
-    """The last bytes of one stream."""
+    """The last bytes of one stream, whichever rank they are of."""
 
     def __init__(self) -> None:
-        self._chunks: deque[bytes] = deque()
+        self._chunks: deque[tuple[int | None, bytes]] = deque()
         self._num_bytes = 0
 
-    def add(self, chunk: bytes | memoryview) -> None:
-        self._chunks.append(bytes(chunk[-TAIL_BYTES:]))
-        self._num_bytes += len(self._chunks[-1])
-        while self._num_bytes - len(self._chunks[0]) >= TAIL_BYTES:
-            self._num_bytes -= len(self._chunks.popleft())
+    def add(self, chunk: bytes | memoryview, rank: int | None) -> None:
+        kept = bytes(chunk[-TAIL_BYTES:])
+        self._chunks.append((rank, kept))
+        self._num_bytes += len(kept)
+        while self._num_bytes - len(self._chunks[0][1]) >= TAIL_BYTES:
+            self._num_bytes -= len(self._chunks.popleft()[1])
 
     def lines(self) -> list[bytes]:
-        splitter = LineSplitter()
-        lines = [line for chunk in self._chunks for line in splitter.feed(chunk)]
-        return lines + splitter.flush()
+        """Each rank's lines are its own; they begin with `[rank N] ` if they did not already."""
+        splitter_of: defaultdict[int | None, LineSplitter] = defaultdict(LineSplitter)
+        lines = [
+            _marked(line, rank)
+            for rank, chunk in self._chunks
+            for line in splitter_of[rank].feed(chunk)
+        ]
+        ends = ((rank, splitter.flush()) for rank, splitter in splitter_of.items())
+        return lines + [_marked(line, rank) for rank, rest in ends for line in rest]
+
+
+def _marked(line: bytes, rank: int | None) -> bytes:
+    mark = b"" if rank is None else b"[rank %d] " % rank
+    return line if line.startswith(mark) else mark + line
 
 
 class LogSink:
@@ -105,9 +121,9 @@ class LogSink:
         self._retry_at = 0.0
         self._report_at = 0.0
 
-    def remember(self, stream: Stream, chunk: bytes | memoryview) -> None:
+    def remember(self, stream: Stream, chunk: bytes | memoryview, rank: int | None = None) -> None:
         """Keep the chunk for error reports, whatever becomes of the file."""
-        self._tails[stream].add(chunk)
+        self._tails[stream].add(chunk, rank)
 
     def forget(self) -> None:
         """Begin anew with a new process: the old one's last words are not its own."""
@@ -145,21 +161,25 @@ class LogSink:
             self._report_at = now + _REPORT_EVERY_S
             self._report(SinkFailed(self.child_id, reason, dropped_bytes))
 
-    def write(self, stream: Stream, chunk: bytes | memoryview, wall_ns: int) -> None:
+    def write(
+        self, stream: Stream, chunk: bytes | memoryview, wall_ns: int, rank: int | None = None
+    ) -> None:
         try:
-            self._write(stream, chunk, wall_ns)
+            self._write(stream, chunk, wall_ns, rank)
         finally:
             self.add_pending(-len(chunk))
 
     def close(self) -> None:
         self._file.reopen()
 
-    def _write(self, stream: Stream, chunk: bytes | memoryview, wall_ns: int) -> None:
+    def _write(
+        self, stream: Stream, chunk: bytes | memoryview, wall_ns: int, rank: int | None
+    ) -> None:
         if self._failing is not None and not self._recover(wall_ns):
             self.drop(len(chunk), self._failing or "the log cannot be written")
             return
         try:
-            written = self._file.write(stream, chunk, wall_ns=wall_ns)
+            written = self._file.write(stream, chunk, wall_ns=wall_ns, rank=rank)
         except OSError as error:
             self._fail(len(chunk), error.strerror or str(error))
             return
@@ -198,7 +218,8 @@ class LogWriter:
     def __init__(self, wake: Callable[[], None], buffers: Buffers) -> None:
         self._wake = wake
         self._buffers = buffers
-        self._queue: SimpleQueue[tuple[LogSink, Stream, Chunk, int] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[LogSink, Stream, Chunk, int, int | None] | None]
+        self._queue = SimpleQueue()
         self._writing_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
 
@@ -211,9 +232,9 @@ class LogWriter:
         since = self._writing_since
         return since is not None and clock.monotonic() - since > STUCK_AFTER_S
 
-    def put(self, sink: LogSink, stream: Stream, chunk: Chunk) -> None:
+    def put(self, sink: LogSink, stream: Stream, chunk: Chunk, rank: int | None = None) -> None:
         sink.add_pending(len(chunk))
-        self._queue.put((sink, stream, chunk, clock.wall_ns()))
+        self._queue.put((sink, stream, chunk, clock.wall_ns(), rank))
 
     def finish(self, *, timeout_s: float) -> None:
         """Write what is queued and stop; gives up after `timeout_s` when the disk hangs."""
@@ -222,9 +243,9 @@ class LogWriter:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            sink, stream, chunk, wall_ns = item
+            sink, stream, chunk, wall_ns, rank = item
             self._writing_since = clock.monotonic()
-            sink.write(stream, chunk.data, wall_ns)
+            sink.write(stream, chunk.data, wall_ns, rank)
             self._writing_since = None
             self._buffers.give_back(chunk)
             # A reader that pauses just now is missed here; it looks again by itself.

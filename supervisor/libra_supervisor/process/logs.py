@@ -6,6 +6,7 @@ async with open_log_relay(run_dir, run_id=..., env=..., post=...) as logs:
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,8 +22,11 @@ from anyio import to_thread
 from libra import clock
 from libra.errors import SiteError, ungrouped
 from libra.ids import ChildId, RunId
+from libra.tracing.log import get_log
 from libra.wire.framing import FrameDecoder, encode_frame
 from libra_supervisor.events import ChildEvent, LogSinkFailing, LogSinkRecovered
+from libra_supervisor.process.identity import ProcessIdentity, identity_of
+from libra_supervisor.process.kernel import read_tag, signal_process
 from libra_supervisor.process.log_messages import (
     AskHeld,
     AskTail,
@@ -34,7 +38,7 @@ from libra_supervisor.process.log_messages import (
     SinkRecovered,
     Tail,
 )
-from libra_supervisor.process.peer import connect, listen
+from libra_supervisor.process.peer import connect, listen, peer_pid
 from libra_supervisor.process.spec import CHILD_TAG, RUN_TAG, without_inherited
 
 RELAY_ID: Final = ChildId("log-relay")
@@ -42,9 +46,18 @@ RELAY: Final = (sys.executable, "-m", "libra_supervisor.process.log_relay")
 SOCKET_NAME: Final = ".log-relay.sock"
 _REPLY_WAIT_S: Final = 2.0
 _END_WAIT_S: Final = 6.0
+_LOOK_PERIOD_S: Final = 5.0
+_SILENCE_S: Final = 15.0
+"""Before a relay that does not answer is taken for stopped, and once more before it is replaced."""
+
+_EARLY_S: Final = 1.0
+_MAX_EARLY_ENDS: Final = 5
 _RECEIVE_BYTES: Final = 65536
 _MAX_FDS: Final = 253
 _MAX_MESSAGE_BYTES: Final = 64 * 2**20
+
+_NOBODY: Final = ChildId("")
+_log = get_log()
 
 Post = Callable[[ChildEvent], Awaitable[None]]
 
@@ -69,7 +82,8 @@ class LogRelay:
         self._policy = policy
         self._connection: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._held: dict[ChildId, tuple[Attach, int, int]] = {}
+        self._relay: ProcessIdentity | None = None
+        self._held: dict[tuple[ChildId, int | None], tuple[Attach, int, int]] = {}
         self._waiting: dict[int, tuple[anyio.Event, list[Tail]]] = {}
         self._num_requests = 0
         self._received_fds: list[int] = []
@@ -77,7 +91,7 @@ class LogRelay:
     @property
     def children(self) -> frozenset[ChildId]:
         """Children whose pipes are open in the relay: after a start, those of an earlier life."""
-        return frozenset(self._held)
+        return frozenset(child_id for child_id, _ in self._held)
 
     async def start(self) -> None:
         """Find the relay of an earlier supervisor or start one. Raises SiteError."""
@@ -87,12 +101,26 @@ class LogRelay:
         except OSError:
             self._start_relay()
             return
+        self._relay = _relay_behind(self._connection)
         await self._take_over()
 
     async def run(self) -> None:
-        """Receive reports until cancelled; replace a relay that died."""
+        """Receive reports until cancelled; replace a relay that died or hangs."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch)
+            await self._keep_one()
+
+    async def _keep_one(self) -> None:
+        num_early = 0
         while True:
+            began_at = clock.now()
             await self._receive_all()
+            num_early = num_early + 1 if clock.now() - began_at < _EARLY_S else 0
+            if num_early == _MAX_EARLY_ENDS:
+                raise SiteError(
+                    f"the log relay ends as soon as it is started, {num_early} times in a row; "
+                    f"{self._directory / 'log-relay.log'} says why"
+                )
             self._start_relay()
             for attach, out_fd, err_fd in self._held.values():
                 self._send(attach, (out_fd, err_fd))
@@ -101,35 +129,71 @@ class LogRelay:
         """Have the pipes drained into `log_path`. The descriptors now belong to this object."""
         self.release(child_id)
         attach = Attach(child_id, log_path, self._policy.max_bytes, self._policy.num_kept)
-        self._held[child_id] = (attach, out_fd, err_fd)
+        self._hold(attach, out_fd, err_fd)
+
+    def attach_rank(self, child_id: ChildId, rank: int, out_fd: int, err_fd: int) -> None:
+        """Have one rank's own pipes drained into its child's log, marked as the rank's.
+
+        The descriptors now belong to this object.
+        """
+        whole, _, _ = self._held[child_id, None]
+        self._hold(msgspec.structs.replace(whole, rank=rank), out_fd, err_fd)
+
+    def _hold(self, attach: Attach, out_fd: int, err_fd: int) -> None:
+        self._held[attach.child_id, attach.rank] = (attach, out_fd, err_fd)
         self._send(attach, (out_fd, err_fd))
 
     def release(self, child_id: ChildId) -> None:
         """Close our copies of a dead child's pipes. The relay reads its own to the end."""
-        if (held := self._held.pop(child_id, None)) is not None:
-            os.close(held[1])
-            os.close(held[2])
+        for key in [key for key in self._held if key[0] == child_id]:
+            _, out_fd, err_fd = self._held.pop(key)
+            os.close(out_fd)
+            os.close(err_fd)
 
     def keep_only(self, children: frozenset[ChildId]) -> None:
         """Release every other child: after a start, those that are not taken over."""
         for child_id in self.children - children:
             self.release(child_id)
 
+    async def _watch(self) -> None:
+        """Find a relay that is stopped or hangs: children block when their pipes are full."""
+        while True:
+            await clock.sleep(_LOOK_PERIOD_S)
+            if await self._ask_tail(_NOBODY, 0, wait_s=_SILENCE_S) is not None:
+                continue
+            _log.warning("log_relay_silent", silent_s=_SILENCE_S)
+            self._signal_relay(signal.SIGCONT)
+            if await self._ask_tail(_NOBODY, 0, wait_s=_SILENCE_S) is None:
+                _log.warning("log_relay_replaced", why="it does not answer")
+                self._signal_relay(signal.SIGKILL)
+
+    def _signal_relay(self, signum: int) -> None:
+        if self._relay is not None:
+            signal_process(self._relay.pid, self._relay.start_ticks, signum)
+
     async def tail(self, child_id: ChildId, num_lines: int) -> tuple[str, ...]:
         """Return the last lines the child printed, oldest first; none when the relay is away."""
+        return await self._ask_tail(child_id, num_lines, wait_s=_REPLY_WAIT_S) or ()
+
+    async def _ask_tail(
+        self, child_id: ChildId, num_lines: int, *, wait_s: float
+    ) -> tuple[str, ...] | None:
+        """None when no answer came in time."""
         self._num_requests += 1
         request, answered = self._num_requests, anyio.Event()
         replies: list[Tail] = []
         self._waiting[request] = (answered, replies)
         self._send(AskTail(request, child_id, num_lines))
-        with anyio.move_on_after(_REPLY_WAIT_S):
-            await answered.wait()
-        del self._waiting[request]
-        return replies[0].lines if replies else ()
+        try:
+            with anyio.move_on_after(wait_s):
+                await answered.wait()
+        finally:
+            del self._waiting[request]
+        return replies[0].lines if replies else None
 
     async def close(self) -> None:
         """Let the relay finish and end; it stays while children that we leave behind live."""
-        for child_id in list(self._held):
+        for child_id in self.children:
             self.release(child_id)
         if self._connection is not None:
             self._connection.close()
@@ -149,6 +213,7 @@ class LogRelay:
         try:
             with listen(self._socket_path) as listener:
                 self._process = self._spawn_relay(listener.fileno())
+                self._relay = identity_of(self._process.pid)
             self._connection = connect(self._socket_path)
         except OSError as error:
             raise SiteError(
@@ -178,6 +243,7 @@ class LogRelay:
 
     async def _take_over(self) -> None:
         """Get copies of the pipes that the relay of an earlier supervisor holds."""
+        self._signal_relay(signal.SIGCONT)  # one that was stopped
         self._send(AskHeld(0))
         decoder = FrameDecoder(max_frame_bytes=_MAX_MESSAGE_BYTES)
         with anyio.move_on_after(_REPLY_WAIT_S):
@@ -187,12 +253,14 @@ class LogRelay:
                     if isinstance(report, Held):
                         self._keep(report)
                         return
+        # It would read beside its successor from pipes that it got anew.
+        self._signal_relay(signal.SIGKILL)
         self._start_relay()
 
     def _keep(self, held: Held) -> None:
         fds, self._received_fds = self._received_fds, []
         for attach, out_fd, err_fd in zip(held.children, fds[::2], fds[1::2], strict=True):
-            self._held[attach.child_id] = (attach, out_fd, err_fd)
+            self._held[attach.child_id, None] = (attach, out_fd, err_fd)
 
     async def _receive_all(self) -> None:
         decoder = FrameDecoder(max_frame_bytes=_MAX_MESSAGE_BYTES)
@@ -267,6 +335,13 @@ async def open_log_relay(
     finally:
         with anyio.CancelScope(shield=True):  # bounded by _END_WAIT_S
             await relay.close()
+
+
+def _relay_behind(connection: socket.socket) -> ProcessIdentity | None:
+    """The relay at the other end; None when that is somebody else."""
+    pid = peer_pid(connection)
+    tag = read_tag(pid)
+    return identity_of(pid) if tag is not None and tag[1] == RELAY_ID else None
 
 
 def _wait_for(process: subprocess.Popen[bytes], timeout_s: float) -> None:

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -27,6 +28,10 @@ from libra_supervisor.process.tree import Tree, TreeEnded, leftovers_ended
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PIPE_BYTES: Final = 1 << 20
 _SHIM_ERROR_BYTES: Final = 4096
+_SHIM_WAIT_S: Final = 30.0
+"""Starting Python from a slow disk takes seconds; a shim that is stopped never gets there."""
+
+_KILLED_WAIT_S: Final = 1.0
 
 
 class Spawner(Protocol):
@@ -147,9 +152,8 @@ class LinuxSpawner:
             _close((out_write, err_write, status_write))
         self._logs.attach(spec.child_id, spec.log_path, out_read, err_read)
         try:
-            # Shielded: a process that was started is either returned or reaped. It takes as long
-            # as starting Python does.
-            with anyio.CancelScope(shield=True):
+            # Shielded: a process that was started is either returned or reaped.
+            with anyio.CancelScope(shield=True):  # bounded by _SHIM_WAIT_S
                 await _until_program_runs(pidfd, status_read)
         except OSError:
             self._logs.release(spec.child_id)
@@ -175,12 +179,24 @@ def become_subreaper() -> None:
 
 async def _until_program_runs(pidfd: int, status_read: int) -> None:
     """Return at exec; raise the shim's error as OSError, with the shim reaped."""
-    await anyio.wait_readable(status_read)
+    with anyio.move_on_after(_SHIM_WAIT_S) as wait:
+        await anyio.wait_readable(status_read)
+    if wait.cancelled_caught:
+        await _kill_shim(pidfd)
+        raise TimeoutError(f"did not get as far as its program within {_SHIM_WAIT_S:g} s")
     message = os.read(status_read, _SHIM_ERROR_BYTES)
     if message:
         await anyio.wait_readable(pidfd)
         os.waitid(os.P_PIDFD, pidfd, os.WEXITED)  # noqa: ASYNC222 - it has ended
         raise OSError(message.decode("utf-8", "replace"))
+
+
+async def _kill_shim(pidfd: int) -> None:
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    # One that waits for a disk that is gone ends when it can, and is reaped as an orphan then.
+    with anyio.move_on_after(_KILLED_WAIT_S):
+        await anyio.wait_readable(pidfd)
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED)  # noqa: ASYNC222 - it has ended
 
 
 def _shim_argv(spec: ProcessSpec, cgroup: Cgroup | None, status_fd: int) -> list[str]:

@@ -100,8 +100,8 @@ class Supervision:
         self._asked.set()
 
     def note_progress(self) -> None:
-        """Note that the child did something useful: served a request, trained a step."""
-        self._budget.on_progress()
+        """Note that the child did something useful: served a request, trained a new step."""
+        self._budget.on_progress(now=clock.now())
 
     def status(self) -> ChildStatus:
         return self._status
@@ -184,9 +184,9 @@ class Supervision:
 
     async def _start(self) -> RunningChild | None:
         """Return a started process, or None when a command came first."""
-        self._consume_restart()
         if not await self._pass_gate():
             return None
+        self._consume_restart()
         self._enter(ChildState.STARTING)
         incarnation = Incarnation(f"{self._child_id}-{self._rng.getrandbits(48):012x}")
         spec = await self._hooks.spec(incarnation)
@@ -217,6 +217,7 @@ class Supervision:
                 await self._asked.wait()
             if self._is_stop_wanted:
                 return False
+            self._consume_restart()
         return True
 
     # Watching

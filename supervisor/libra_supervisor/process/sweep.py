@@ -15,9 +15,10 @@ from typing import Final
 import anyio
 import msgspec
 
+from libra.errors import DataError
 from libra.ids import ChildId, RunId
 from libra_supervisor.journal import StateFile
-from libra_supervisor.process.identity import ProcessIdentity, ProcessRow, identity_of
+from libra_supervisor.process.identity import ProcessIdentity, ProcessRow, is_running
 from libra_supervisor.process.kernel import Kernel, Linux, Table, Tag, own_line
 from libra_supervisor.process.logs import RELAY_ID
 from libra_supervisor.process.tree import kill_until_gone
@@ -101,23 +102,23 @@ def _is_below(row: ProcessRow, table: Table, roots: frozenset[int] | set[int]) -
 
 def main(state_file: Path) -> int:
     """End what is left of the run of a dead supervisor, the log relay by the end of its inputs."""
-    state = StateFile(state_file).load()
+    try:
+        state = StateFile(state_file).load()
+    except DataError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
     if state is None:
         return 0
-    if (supervisor := identity_of(state.supervisor_pid)) is not None and _is_libra(supervisor.pid):
+    supervisor = ProcessIdentity(
+        state.supervisor_pid, state.supervisor_start_ticks, state.supervisor_boot_id
+    )
+    if is_running(supervisor):
         sys.stderr.write(f"libra-supervisor {supervisor.pid} still runs: nothing is swept\n")
         return 1
     survivors = anyio.run(end_run, state.run_id, Linux())
     for row in survivors:
         sys.stderr.write(f"pid {row.pid} ({row.name}) does not end\n")
     return 1 if survivors else 0
-
-
-def _is_libra(pid: int) -> bool:
-    try:
-        return b"libra" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 if __name__ == "__main__":

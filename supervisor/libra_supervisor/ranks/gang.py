@@ -12,12 +12,13 @@ from random import Random
 from typing import Final, TypeAlias
 
 import anyio
+import msgspec
 
 from libra import clock
 from libra.config.supervision import SupervisionConfig
 from libra.errors import ChildError, PeerError, ungrouped
 from libra.ids import Incarnation, Rank
-from libra.wire.rank import Hello, RankCommand, RankEvent, Shutdown
+from libra.wire.rank import Hello, RankCommand, RankEvent, Shutdown, StepTrained
 from libra_supervisor.events import (
     ChildEvent,
     ChildGaveUp,
@@ -55,18 +56,23 @@ from libra_supervisor.ranks.torchrun import (
 _TORCHRUN_NOTICES_S: Final = 5.0
 _DUMP_S: Final = 2.5
 _LONGEST_GRACE_S: Final = 5.0
+_TORCHRUN_LEAVES_S: Final = 1.0
 _FINAL_EXIT_CODES: Final = (2, 5, 6)
 _CHILD_FAILED: Final = 4
+_NUM_SHOWN_LINES: Final = 20
 
 GangEvent: TypeAlias = ChildEvent | GangReady | RankSaid | GangLost | GangGaveUp
 Choose: TypeAlias = Callable[[int], Awaitable[Path | None]]
 """The complete checkpoint that an attempt starts from; None: from the base model."""
 
+Hindrance: TypeAlias = Callable[[], Awaitable[str | None]]
+"""Why a start has to wait, in words; None when it can go ahead."""
+
 
 class Gang:
     """The ranks of one run. `run` is its task; the other methods may be called any time."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what the gang asks of others
         self,
         site: GangSite,
         *,
@@ -75,15 +81,19 @@ class Gang:
         choose: Choose,
         post: Callable[[GangEvent], Awaitable[None]],
         rng: Random,
+        hindrance: Hindrance | None = None,
     ) -> None:
+        """`hindrance` says why an attempt has to wait: memory in use on its devices."""
         self._site = site
         self._post = post
-        self._hooks = _GangHooks(site, config.rank_heartbeat_timeout_s, choose, post)
+        self._newest_step = 0
+        self._hooks = _GangHooks(site, config, choose, self._hear, hindrance)
         self._supervision = Supervision(
             TRAINER_ID,
             self._hooks,
             spawner=spawner,
-            budget=RestartBudget(policy_from(config)),
+            # A step is minutes of work of all ranks: it is progress whenever it comes.
+            budget=RestartBudget(msgspec.structs.replace(policy_from(config), stable_s=0.0)),
             deadlines=gang_deadlines(config),
             post=self._pass_on,
             rng=rng,
@@ -113,10 +123,6 @@ class Gang:
         """Start another attempt on purpose; costs nothing of the budget."""
         self._supervision.restart()
 
-    def note_progress(self) -> None:
-        """A step was trained: failures before it no longer count as a row."""
-        self._supervision.note_progress()
-
     def status(self) -> ChildStatus:
         return self._supervision.status()
 
@@ -144,13 +150,28 @@ class Gang:
     async def until_down(self) -> None:
         await self._supervision.until_down()
 
+    async def _hear(self, event: GangEvent) -> None:
+        # A step trained once more, after a restart, is no progress.
+        if (
+            isinstance(event, RankSaid)
+            and isinstance(event.event, StepTrained)
+            and event.event.step > self._newest_step
+        ):
+            self._newest_step = event.event.step
+            self._supervision.note_progress()
+        await self._post(event)
+
     async def _pass_on(self, event: ChildEvent) -> None:
         await self._post(event)
         if isinstance(event, ChildRestartScheduled):
             await self._post(GangLost(self.attempt, self._supervision.status().last_error))
         elif isinstance(event, ChildGaveUp):
-            reason = f"{event.reason}; first cause: {event.first_cause}"
-            await self._post(GangGaveUp(self._hooks.exit_code, reason))
+            reason = (
+                f"the trainer failed {event.num_failures} times and was given up "
+                f"({event.reason}); first cause: {event.first_cause}"
+            )
+            lines = "\n".join(("", *event.last_lines[-_NUM_SHOWN_LINES:]))
+            await self._post(GangGaveUp(self._hooks.exit_code, f"{reason}{lines}"))
 
 
 def gang_deadlines(config: SupervisionConfig) -> Deadlines:
@@ -172,14 +193,17 @@ class _GangHooks(ChildHooks):
     def __init__(
         self,
         site: GangSite,
-        heartbeat_timeout_s: float,
+        config: SupervisionConfig,
         choose: Choose,
         post: Callable[[GangEvent], Awaitable[None]],
+        hindrance: Hindrance | None,
     ) -> None:
+        self._hindrance = hindrance
         self.control_socket = ""
         self.exit_code = _CHILD_FAILED
         self._site = site
-        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._heartbeat_timeout_s = config.rank_heartbeat_timeout_s
+        self._shutdown_grace_s = gang_deadlines(config).stop.term_grace_s - _TORCHRUN_LEAVES_S
         self._choose = choose
         self._post = post
         self._oom_kills_before = 0
@@ -188,6 +212,9 @@ class _GangHooks(ChildHooks):
 
     async def welcome(self, hello: Hello, link: RankLink) -> None:
         await self.roster.welcome(hello, link)
+
+    async def hindrance(self) -> str | None:
+        return None if self._hindrance is None else await self._hindrance()
 
     async def spec(self, incarnation: Incarnation) -> ProcessSpec:
         self.roster = self._new_roster(self.roster.attempt + 1)
@@ -199,16 +226,19 @@ class _GangHooks(ChildHooks):
             incarnation=incarnation,
             control_socket=self.control_socket,
             restore=await self._choose(self.roster.attempt),
+            shutdown_grace_s=self._shutdown_grace_s,
         )
         return attempt_spec(self._site, attempt)
 
     async def until_ready(self, child: RunningChild) -> None:
         roster = self.roster
 
-        def add_roots() -> None:
+        def take_in() -> None:
             # Ranks make their own sessions; with their identities the tree ends them for sure.
             for peer in roster.peers():
                 child.tree.add_root(peer)
+            for rank, (out_fd, err_fd) in roster.outputs().items():
+                child.attach_rank(rank, out_fd, err_fd)
 
         lost: list[str] = []
         async with anyio.create_task_group() as tasks:
@@ -218,7 +248,7 @@ class _GangHooks(ChildHooks):
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(note_loss)
-            step, num_parameters = await roster.until_ready(add_roots)
+            step, num_parameters = await roster.until_ready(take_in)
             tasks.cancel_scope.cancel()
         if lost:
             raise ChildError(lost[0])

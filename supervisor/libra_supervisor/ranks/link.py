@@ -28,6 +28,7 @@ SOCKET_NAME: Final = "ranks.sock"
 _RECEIVE_BYTES: Final = 256 * 1024
 _SEND_BYTES: Final = 1 << 20
 _HELLO_WAIT_S: Final = 30.0
+_NUM_PIPES: Final = 2
 
 
 class RankLink:
@@ -38,6 +39,7 @@ class RankLink:
         self._connection = connection
         self._decoder = FrameDecoder()
         self._ready_frames: list[bytes] = []
+        self._fds: list[int] = []
         self._sending = anyio.Lock()
         self._is_closed = False
 
@@ -70,7 +72,17 @@ class RankLink:
         """Who is at the other end, from the kernel and not from what it says."""
         return identity_of(peer_pid(self._connection))
 
+    def take_output(self) -> tuple[int, int] | None:
+        """The read ends of the rank's stdout and stderr, once; None when it sent none."""
+        if len(self._fds) != _NUM_PIPES:
+            return None
+        (out_fd, err_fd), self._fds = self._fds, []
+        return out_fd, err_fd
+
     def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
         if not self._is_closed:
             self._is_closed = True
             anyio.notify_closing(self._connection)
@@ -89,13 +101,16 @@ class RankLink:
     async def _receive_some(self) -> bytes:
         while not self._is_closed:
             try:
-                return self._connection.recv(_RECEIVE_BYTES)
+                data, fds, _, _ = socket.recv_fds(self._connection, _RECEIVE_BYTES, _NUM_PIPES)
             except BlockingIOError:
                 await self._until(anyio.wait_readable)
             except ConnectionResetError:
                 return b""
             except OSError as error:
                 raise PeerError(f"the rank is gone: {error}") from error
+            else:
+                self._fds += fds
+                return data
         return b""
 
     async def _until(self, wait: Callable[[socket.socket], Awaitable[None]]) -> None:

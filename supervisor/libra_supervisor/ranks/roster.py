@@ -75,6 +75,11 @@ class Roster:
         if failures:
             raise failures[0]
 
+    def outputs(self) -> dict[Rank, tuple[int, int]]:
+        """The read ends of stdout and stderr that ranks have sent since the last call."""
+        taken = {rank: link.take_output() for rank, link in self._links.items()}
+        return {rank: fds for rank, fds in taken.items() if fds is not None}
+
     def peers(self) -> tuple[ProcessIdentity, ...]:
         """The linked processes, by what the kernel says about their sockets."""
         peers = [link.peer for link in self._links.values()]
@@ -93,6 +98,7 @@ class Roster:
             tasks.start_soon(note_joins)
             await self._all_ready.wait()
             tasks.cancel_scope.cancel()
+        on_joined()  # the last may have been ready before its joining was noted
         first = self._ready[Rank(0)]
         return first.step, first.num_parameters
 

@@ -36,12 +36,11 @@ class GangSite(msgspec.Struct, frozen=True, kw_only=True):
     cpu_cores: tuple[int, ...] = ()
     """Cores of the whole gang; empty leaves all."""
 
+    rank_cores: tuple[tuple[int, ...], ...] = ()
+    """By local rank: cores beside its device, to which the rank binds itself; none leaves all."""
+
     visible_devices: tuple[str, ...] = ()
     """For CUDA_VISIBLE_DEVICES, one per slot of the placement; empty leaves the variable alone."""
-
-    shutdown_grace_s: float = 15.0
-    """How long torchrun lets ranks end after SIGTERM; shorter than the supervisor's own grace, so
-    that torchrun ends its ranks and says how before it is killed itself."""
 
     launcher: tuple[str, ...] = (sys.executable, "-m", "torch.distributed.run")
     program: tuple[str, ...] = ("-m", "libra.trainer")
@@ -55,6 +54,10 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     control_socket: str
     restore: Path | None
     """A complete checkpoint; None starts anew."""
+
+    shutdown_grace_s: float
+    """How long torchrun lets ranks end after SIGTERM; shorter than the supervisor's own grace, so
+    that torchrun ends its ranks and says how before it is killed itself."""
 
 
 def attempt_spec(site: GangSite, attempt: Attempt) -> ProcessSpec:
@@ -110,7 +113,7 @@ def _environment(site: GangSite, attempt: Attempt) -> dict[str, str]:
         # The agent's bound store is the ranks' store: this is what holds MASTER_PORT.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
         # As a variable, because older torchruns have no such argument and ignore this.
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, round(site.shutdown_grace_s))),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, round(attempt.shutdown_grace_s))),
         "OMP_NUM_THREADS": str(_threads_per_rank(site)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
@@ -128,6 +131,8 @@ def _environment(site: GangSite, attempt: Attempt) -> dict[str, str]:
     env["THP_MEM_ALLOC_ENABLE"] = "1"
     if site.visible_devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(site.visible_devices)
+    if any(site.rank_cores):
+        env["LIBRA_RANK_CORES"] = ";".join(",".join(map(str, it)) for it in site.rank_cores)
     return env
 
 
@@ -136,8 +141,11 @@ def _threads_per_rank(site: GangSite) -> int:
     num_ranks = site.placement.world_size
     if site.device == "cpu":
         return max(1, len(site.cpu_cores) // num_ranks)
-    num_cores = len(site.cpu_cores or os.sched_getaffinity(0))
-    return max(1, min(MAX_THREADS_BESIDE_GPU, num_cores // num_ranks))
+    if any(site.rank_cores):
+        share = min(map(len, site.rank_cores))
+    else:
+        share = len(os.sched_getaffinity(0)) // num_ranks
+    return max(1, min(MAX_THREADS_BESIDE_GPU, share))
 
 
 class RankError(msgspec.Struct, frozen=True):

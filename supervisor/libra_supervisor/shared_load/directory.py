@@ -62,6 +62,6 @@ def _read(path: Path) -> RankLoad | None:
     try:
         with path.open("rb") as file:
             content = _decoder.decode(file.read(MAX_FILE_BYTES))
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return content if content.format == FORMAT else None

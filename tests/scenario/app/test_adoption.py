@@ -181,3 +181,20 @@ def test_servers_on_configured_ports_are_adopted_there(fake_run, free_ports):
     run.until_step(max(run.steps()) + 4)
     assert record_of(run, "vllm-0").facts["url"].endswith(f":{base}")
     assert servers(run)["vllm-1"] == before["vllm-1"]
+
+
+@pytest.mark.case("R-B74", "R-B76")
+def test_servers_of_a_run_whose_state_was_damaged_are_ended(fake_run):
+    run = fake_run()
+    run.start()
+    run.until_step(2)
+    before, run_id = servers(run), run.status()["run_id"]
+    run.kill()
+    (run.run_dir / "state.json").write_text('{"run_id": "')
+    refused = run.call_bare("run", str(run.config), "--run-dir", str(run.run_dir), "--resume")
+    assert (refused.returncode, "move it away" in refused.stderr) == (2, True)
+    (run.run_dir / "state.json").unlink()
+    run.start("--resume")
+    run.until_step(max(run.steps()) + 2)
+    assert run.status()["run_id"] == run_id
+    assert set(servers(run).values()).isdisjoint(before.values())

@@ -1,16 +1,19 @@
 """InstanceClient against a fake server on real sockets."""
 
+import contextlib
 import os
 import socket
 import statistics
 
 import anyio
 import pytest
+from aiohttp import web
 
 from fake_vllm import FakeVllm, default_answer, default_probe
 from libra import clock
 from libra.errors import OverloadedError, PeerError, RefusedError, RejectedError
 from libra.wire.instance import Sampling, VersionSpan
+from libra_supervisor.instances import client as client_module
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.transport import CallLimits, ConnectionLostError
 from reload_messages import reload_request
@@ -133,6 +136,57 @@ async def test_a_server_that_never_answers_is_given_up_at_the_first_byte_limit(s
         with pytest.raises(PeerError, match="did not answer while completing r1"):
             await complete(client)
         await client.health()
+
+
+class Flood:
+    """A server whose answers do not end: `piece` every `pause_s`."""
+
+    def __init__(self, piece, *, pause_s):
+        self.piece, self.pause_s = piece, pause_s
+
+    async def __aenter__(self):
+        app = web.Application()
+        app.router.add_get("/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_exc):
+        await self._runner.cleanup()
+
+    async def _answer(self, request):
+        response = web.StreamResponse(headers={"X-Libra-Instance": "vllm-0"})
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await response.write(self.piece)
+                await clock.sleep(self.pause_s)
+        return response
+
+
+@pytest.mark.case("R-B13", "R-B23")
+async def test_a_page_that_trickles_ends_at_the_limit_of_the_whole():
+    async with (
+        Flood(b"# a\n", pause_s=0.05) as server,
+        InstanceClient("vllm-0", server.url, token=TOKEN) as client,
+    ):
+        with anyio.fail_after(10), pytest.raises(PeerError, match="broke off its answer after"):
+            await client.metrics_text(timeout_s=0.4)
+
+
+async def test_a_page_without_end_is_given_up_before_it_fills_the_memory(monkeypatch):
+    monkeypatch.setattr(client_module, "SHORT_CALL", CallLimits(whole_s=5.0, max_bytes=100_000))
+    async with (
+        Flood(b"vllm:x 1\n" * 1000, pause_s=0.0) as server,
+        InstanceClient("vllm-0", server.url, token=TOKEN) as client,
+    ):
+        with pytest.raises(PeerError, match="gave over 100000 bytes while checking its health"):
+            await client.health()
+        monkeypatch.setattr(client_module, "MAX_SHORT_BYTES", 200_000)
+        with pytest.raises(PeerError, match="gave over 200000 bytes while giving its metrics"):
+            await client.metrics_text(timeout_s=5.0)
 
 
 @pytest.mark.case("R-B38")

@@ -8,7 +8,7 @@ import trio.testing
 
 from fake_vllm import FakeVllm
 from libra import clock
-from libra.errors import OverloadedError, PeerError
+from libra.errors import OverloadedError, PeerError, RefusedError, RejectedError
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.poller import InstancePoller
 
@@ -103,6 +103,9 @@ async def test_a_dead_engine_and_a_silent_server_are_told_apart():
     client.health_error = PeerError("vllm-0 did not answer")
     polled = (await poll(client, for_s=3.5))[0]
     assert (polled.health, polled.error) == ("no_answer", "vllm-0 did not answer")
+    for odd in (RejectedError("vllm-0 answered 404"), RefusedError("vllm-0 answered 503")):
+        client.health_error = odd
+        assert (await poll(client, for_s=3.5))[0].health == "no_answer"
 
 
 class TestAgainstAServer:

@@ -8,7 +8,7 @@ import pytest
 
 from gangs import gang_in, of, ready, trained
 from libra.errors import PeerError
-from libra.ids import Rank
+from libra.ids import ChildId, Rank
 from libra.wire.framing import encode_frame
 from libra.wire.rank import Hello, MiniBatch, Sample, TrainStep
 from libra_supervisor.events import (
@@ -19,9 +19,11 @@ from libra_supervisor.events import (
     GangLost,
     GangReady,
 )
+from libra_supervisor.process.log_reader import LogQuery, read_lines
 from libra_supervisor.process.peer import connect
+from libra_supervisor.process.streams import Stream
 from libra_supervisor.ranks.torchrun import TRAINER_ID
-from processes import alive, processes_tagged, site, until
+from processes import CHILDREN, alive, processes_tagged, site, until
 
 pytestmark = pytest.mark.anyio
 
@@ -73,17 +75,75 @@ async def test_one_rank_dies_and_all_start_again_on_one_budget(tmp_path, does, s
         assert [event.attempt for event in of(place, GangReady)] == [1, 2]
 
 
+@pytest.mark.case("R-B65")
+@pytest.mark.parametrize("advances", [True, False])
+async def test_only_steps_that_were_not_trained_before_clear_the_row_of_failures(
+    tmp_path, advances
+):
+    misbehaves = {"rank": 1, "attempts": [1, 2, 3, 4], "does": "exit", "after": 1}
+    async with site(tmp_path) as place:
+        async with gang_in(
+            place,
+            tmp_path,
+            misbehaves=misbehaves,
+            restart_max_without_progress=2,
+            restart_max_in_window=100,
+        ) as gang:
+            for attempt in (1, 2, 3, 4) if advances else (1, 2, 3):
+                step = TrainStep(attempt if advances else 1, ())
+                await ready(place, attempt)
+                await gang.broadcast(step)
+                await until(lambda attempt=attempt: trained(place, attempt) == [0, 1])
+                await gang.broadcast(step)
+            if advances:
+                await ready(place, 5)
+                gang.stop()
+            else:
+                await until(lambda: of(place, GangGaveUp))
+        assert gang.status().num_failures == (4 if advances else 3)
+        assert bool(of(place, GangGaveUp)) is not advances
+
+
 async def test_ranks_that_ignore_sigterm_do_not_outlive_their_gang(tmp_path):
     misbehaves = {"rank": 1, "attempts": [1], "does": "exit", "ignores_sigterm": True}
     async with site(tmp_path) as place:
         async with gang_in(place, tmp_path, misbehaves=misbehaves) as gang:
             await ready(place)
             first = [hello.pid for hello in gang.members.values()]
+            environ = Path(f"/proc/{gang.status().pid}/environ").read_bytes()
+            told = b"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1"
+            assert told in environ.split(b"\0"), "less than the gang's own grace of 2 s"
             await gang.broadcast(STEP)
             await ready(place, 2)
             assert alive(first) == []
             gang.stop()
         assert len(processes_tagged(place.run_id)) == 1, "only the log relay is left"
+
+
+async def test_all_that_a_rank_prints_is_known_as_its_own(tmp_path):
+    program = (str(CHILDREN / "printing_rank.py"),)
+    async with site(tmp_path) as place:
+        async with gang_in(place, tmp_path, program=program) as gang:
+            await ready(place)
+            await logged(tmp_path, "and the rest")
+            await gang.broadcast(STEP)
+            await ready(place, 2)
+            gang.stop()
+        exited = of(place, ChildExited)[0]
+    query = LogQuery(directory=tmp_path / "logs", child_ids=(ChildId("trainer"),))
+    lines, aborted = list(read_lines(query)), 0
+    for rank in (0, 1):
+        own = [line for line in lines if line.rank == rank]
+        out = [line.text for line in own if line.stream is Stream.OUT]
+        assert out[:201] == [*(f"C says {k}" for k in range(200)), "Python says"]
+        err = [line.text for line in own if line.stream is Stream.ERR]
+        assert err[0] == "half a line, and the rest"
+        aborted += "Fatal Python error: Aborted" in err
+    assert aborted >= 1, "torchrun may end the other before it does"
+    dumps = [line for line in exited.last_lines if "(most recent call first)" in line]
+    assert dumps, exited.last_lines
+    assert all(line.startswith("[rank ") for line in dumps)
+    assert any("Root Cause" in line for line in exited.last_lines), "and what torchrun says"
 
 
 async def test_a_rank_that_hangs_is_found_by_its_silence_dumped_and_replaced(tmp_path):
@@ -117,7 +177,11 @@ async def test_an_error_that_a_restart_cannot_cure_ends_the_run_with_its_code(
                 await gang.broadcast(STEP)
         (gave_up,) = of(place, GangGaveUp)
         assert gave_up.exit_code == exit_code
-        assert "rank 0 failed: loss is not finite" in gave_up.reason
+        said = f"the trainer failed {num_starts} times and was given up"
+        assert gave_up.reason.startswith(said)
+        first, *last_lines = gave_up.reason.split("\n")
+        assert first.endswith("first cause: rank 0 failed: loss is not finite")
+        assert any("Root Cause" in line for line in last_lines), "and what was printed last"
         assert len(of(place, ChildStarted)) == num_starts
 
 

@@ -177,7 +177,10 @@ anyio.run(main)
 
 
 @pytest.mark.case("R-B74")
-async def test_logs_outlive_a_supervisor_that_is_killed_and_the_next_one_takes_them_over(tmp_path):
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_logs_outlive_a_supervisor_that_is_killed_and_the_next_one_takes_them_over(
+    tmp_path, is_stopped
+):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     talk = "n=0; while :; do n=$((n+1)); echo line $n; sleep 0.02; done"
@@ -191,6 +194,9 @@ async def test_logs_outlive_a_supervisor_that_is_killed_and_the_next_one_takes_t
         await until(log.exists)
         size = log.stat().st_size
         await until(lambda: log.stat().st_size > size + 200)
+        if is_stopped:
+            (relay,) = relays_of(run_dir)
+            os.kill(relay, signal.SIGSTOP)
         async with site(run_dir) as place:
             assert place.taken_over == {"child"}
             assert (await place.logs.tail("child", 1))[0].startswith("line ")
@@ -225,6 +231,63 @@ async def test_a_stopped_relay_costs_the_supervisor_no_more_than_a_bounded_wait(
         assert time.monotonic() - began < 3
         os.kill(relay, signal.SIGCONT)
         await finished(child)
+
+
+TALK = "n=0; while :; do n=$((n+1)); echo line $n; sleep 0.02; done"
+
+
+@pytest.mark.case("R-B58")
+async def test_a_relay_that_was_stopped_is_found_and_goes_on_without_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs_module, "_LOOK_PERIOD_S", 0.1)
+    monkeypatch.setattr(logs_module, "_SILENCE_S", 0.5)
+    async with site(tmp_path) as place:
+        child = await place.spawn("/bin/sh", "-c", TALK)
+        log = tmp_path / "logs" / "child.log"
+        await until(lambda: log.exists() and log.stat().st_size > 20)
+        relay = relay_pid()
+        os.kill(relay, signal.SIGSTOP)
+        size = log.stat().st_size
+        await until(lambda: log.stat().st_size > size + 200)
+        assert relay_pid() == relay
+        await child.tree.end(KILL_AT_ONCE)
+        child.reap()
+        lines = [line for line in log.read_text().splitlines() if line.startswith("line ")]
+        assert lines == [f"line {n}" for n in range(1, len(lines) + 1)]
+
+
+@pytest.mark.case("R-B58")
+async def test_a_relay_that_hangs_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs_module, "_LOOK_PERIOD_S", 0.1)
+    monkeypatch.setattr(logs_module, "_SILENCE_S", 0.5)
+    # A relay that does not go on when it is told to: it hangs in the kernel.
+    signal_process = logs_module.signal_process
+    monkeypatch.setattr(
+        logs_module,
+        "signal_process",
+        lambda *it: None if it[2] == signal.SIGCONT else signal_process(*it),
+    )
+    async with site(tmp_path) as place:
+        child = await place.spawn("/bin/sh", "-c", TALK)
+        log = tmp_path / "logs" / "child.log"
+        await until(lambda: log.exists() and log.stat().st_size > 20)
+        relay = relay_pid()
+        os.kill(relay, signal.SIGSTOP)
+        size = log.stat().st_size
+        await until(lambda: log.stat().st_size > size + 200)
+        assert relay_pid() != relay
+        await child.tree.end(KILL_AT_ONCE)
+        child.reap()
+
+
+async def test_a_relay_that_ends_at_once_every_time_is_an_error_of_the_site(tmp_path, monkeypatch):
+    async def lose_the_relay():
+        async with open_log_relay(tmp_path, run_id="r", env=dict(os.environ), post=ignore):
+            monkeypatch.setattr(logs_module, "RELAY", ("/bin/sh", "-c", "sleep 0.1"))
+            os.kill(relay_pid_in(tmp_path), signal.SIGKILL)
+            await anyio.sleep(10)
+
+    with pytest.raises(SiteError, match=r"5 times in a row.*log-relay\.log says why"):
+        await lose_the_relay()
 
 
 async def test_an_error_in_the_block_leaves_it_as_it_was_raised(tmp_path):

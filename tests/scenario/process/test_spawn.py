@@ -3,15 +3,17 @@ import os
 import signal
 import sys
 
+import anyio
 import pytest
 
 from libra.errors import ChildError
 from libra.ids import ChildId, Incarnation
+from libra_supervisor.process import spawn
 from libra_supervisor.process.child import ExitStatus
 from libra_supervisor.process.identity import ProcessIdentity
 from libra_supervisor.process.spec import Limits
 from libra_supervisor.process.tree import StopDeadlines
-from processes import python, site, until
+from processes import processes_tagged, python, site, until
 
 pytestmark = pytest.mark.anyio
 KILL_AT_ONCE = StopDeadlines(term_grace_s=0, kill_wait_s=5)
@@ -133,3 +135,13 @@ async def test_a_bound_child_dies_with_its_supervisor(tmp_path):
         status, lines = await ended(child)
         assert status.signal == signal.SIGKILL
         assert await until(lambda: not os.path.exists(f"/proc/{lines[0]}"))
+
+
+async def test_a_start_that_hangs_before_its_program_is_ended_and_said(tmp_path, monkeypatch):
+    """The shim was stopped, or its directory is on a disk that does not answer."""
+    monkeypatch.setattr(spawn, "_SHIM_WAIT_S", 0.3)
+    monkeypatch.setattr(spawn, "_shim_argv", lambda *_: ["sleep", "60"])
+    async with site(tmp_path) as place:
+        with pytest.raises(ChildError, match=r"within 0\.3 s"), anyio.fail_after(5):
+            await place.spawn("true")
+        assert processes_tagged(place.run_id) == [place.logs._process.pid]

@@ -212,6 +212,44 @@ async def test_waiting_for_a_device_costs_nothing_of_the_budget(tmp_path):
         assert it.status().num_failures == 0
 
 
+@pytest.mark.case("R-B50")
+async def test_a_restart_asked_for_while_a_start_waits_is_that_start(tmp_path):
+    class Gated(Hooks):
+        num_looks, is_open = 0, False
+
+        async def hindrance(self):
+            self.num_looks += 1
+            return None if self.is_open else "GPU 3 still holds 115 GiB"
+
+    async with site(tmp_path) as place:
+        hooks = Gated(place, ("sleep", "60"))
+        async with supervised(place, hooks) as it:
+            await until(lambda: of(place, ChildWaiting))
+            it.restart()
+            await anyio.sleep(0.3)
+            assert hooks.num_looks <= 3, "it looks again once and waits on"
+            hooks.is_open = True
+            it.restart()
+            await until(lambda: of(place, ChildReady))
+            await anyio.sleep(0.2)
+            assert kinds(place) == ["Waiting", "Started", "Ready"]
+            it.stop()
+
+
+@pytest.mark.case("R-B64")
+async def test_a_stop_ends_a_start_that_waits(tmp_path):
+    class Closed(Hooks):
+        async def hindrance(self):
+            return "GPU 3 still holds 115 GiB"
+
+    async with site(tmp_path) as place:
+        async with supervised(place, Closed(place, ("sleep", "60"))) as it:
+            await until(lambda: of(place, ChildWaiting))
+            it.stop()
+        assert kinds(place) == ["Waiting"]
+        assert it.status().state is ChildState.DOWN
+
+
 async def test_a_restart_on_purpose_drains_and_costs_nothing(tmp_path):
     async with site(tmp_path) as place:
         hooks = Hooks(place, ("sleep", "60"))

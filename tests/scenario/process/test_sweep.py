@@ -2,11 +2,17 @@ import os
 import time
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 import pytest
 
+from libra_supervisor.journal import StateFile, SupervisorState
+from libra_supervisor.process import sweep
 from libra_supervisor.process.cgroup import CgroupRoot
+from libra_supervisor.process.identity import identity_of
 from libra_supervisor.process.kernel import Linux
 from libra_supervisor.process.sweep import end_run, list_leftovers
+from libra_supervisor.process.tree import StopDeadlines
 from processes import alive, python, site, until
 
 pytestmark = pytest.mark.anyio
@@ -44,6 +50,34 @@ async def test_processes_of_another_run_are_listed_and_left_alone(tmp_path):
         is_ours = Path(f"/proc/{orphan}/stat").read_text().split()[3] == str(os.getpid())
         assert (orphan in listed) is not is_ours
         assert alive(pids) == pids
+
+
+@pytest.mark.case("R-B76", "R-B73")
+@pytest.mark.parametrize("is_reused", [False, True])
+async def test_the_sweep_after_a_job_takes_no_stranger_for_the_supervisor(tmp_path, is_reused):
+    """A process with the dead supervisor's pid does not keep its servers alive."""
+    me = identity_of(os.getpid())
+    async with site(tmp_path) as place:
+        child = await place.spawn("sleep", "60")
+        state = SupervisorState(
+            run_id=place.run_id,
+            written_at_ns=0,
+            supervisor_pid=me.pid,
+            supervisor_start_ticks=me.start_ticks + is_reused,
+            supervisor_boot_id=me.boot_id,
+        )
+        StateFile(tmp_path / "state.json").save(state)
+        code = await anyio.to_thread.run_sync(sweep.main, tmp_path / "state.json")
+        assert code == (0 if is_reused else 1)
+        assert alive([child.identity.pid]) == ([] if is_reused else [child.identity.pid])
+        await child.tree.end(StopDeadlines(term_grace_s=0))
+        child.reap()
+
+
+def test_the_sweep_says_what_is_wrong_with_a_damaged_state(tmp_path, capsys):
+    (tmp_path / "state.json").write_text("{")
+    assert sweep.main(tmp_path / "state.json") == 1
+    assert "is not a state of this program" in capsys.readouterr().err
 
 
 def test_tidying_spares_young_and_foreign_groups(tmp_path):

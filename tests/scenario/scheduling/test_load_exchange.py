@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +20,13 @@ from libra.ids import InstanceId
 from libra.scheduling.load import OwnLoad
 from libra.scheduling.shared_view import FORMAT, RankLoad
 from libra_supervisor.shared_load.directory import SharedDirectory
-from libra_supervisor.shared_load.exchange import DISK_TIMEOUT_S, LoadExchange
+from libra_supervisor.shared_load.exchange import (
+    DISK_TIMEOUT_S,
+    MAX_DISK_SHARE,
+    MAX_LOOP_SHARE,
+    MIN_INTERVAL_S,
+    LoadExchange,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -113,7 +120,11 @@ async def test_short_foreign_and_vanishing_files_are_passed_over(tmp_path):
     (tmp_path / "load_3.json").write_bytes(whole)  # says that it is rank 1
     (tmp_path / "load_4.json").symlink_to(tmp_path / "gone")
     (tmp_path / "load_5.json").mkdir()
-    (tmp_path / "load_6.json").write_bytes(whole.replace(b'"format":1', b'"format":9'))
+    newer = whole.replace(b'"format":1', b'"format":9').replace(b'"rank":"1"', b'"rank":"6"')
+    (tmp_path / "load_6.json").write_bytes(newer)
+    huge = whole.replace(b'"num_requests":2', b'"num_requests":' + b"9" * 400)
+    (tmp_path / "load_7.json").write_bytes(huge.replace(b'"rank":"1"', b'"rank":"7"'))
+    (tmp_path / "load_8.json").write_bytes(b'{"other":' + b"[" * 100_000)
     (tmp_path / "notes.txt").write_text("not ours")
     await exchange.exchange_once()
     assert exchange.status().live_ranks == ("1",)
@@ -203,7 +214,9 @@ def test_readers_see_whole_files_while_other_processes_replace_them(tmp_path):
     seen = Counter()
     try:
         while any(w.poll() is None for w in writers):
-            for rank, content in reader.read().items():
+            found = reader.read()
+            assert found.keys() >= seen.keys()  # at no moment is a file short or missing
+            for rank, content in found.items():
                 seen[rank] += 1
                 assert {(e.num_requests, e.num_tokens) for e in content.load} == {
                     (content.sequence, 7 * content.sequence)
@@ -300,3 +313,25 @@ async def test_a_disk_that_fails_is_said_once_and_so_is_its_return(capsys):
     assert said.count("shared_load_dir fails") == 1
     assert said.count("answers again") == 1
     assert exchange.status().is_disk_answering
+
+
+class SlowFiles:
+    def write(self, content):
+        time.sleep(0.1)
+
+    def read(self):
+        time.sleep(0.1)
+        return {}
+
+    def remove(self):
+        pass
+
+
+async def test_dear_exchanges_come_less_often():
+    scheduler = fleet_of(1, now=clock.now())
+    exchange = LoadExchange(scheduler, SlowFiles(), scheduling(), rank="0", writer="w")
+    assert exchange._interval_s() == MIN_INTERVAL_S
+    await exchange.exchange_once()
+    assert exchange._interval_s() >= 0.2 / MAX_DISK_SHARE
+    exchange._loop_s = 0.1  # of a large fleet
+    assert exchange._interval_s() >= 0.1 / MAX_LOOP_SHARE

@@ -27,6 +27,7 @@ from libra_supervisor.gateway.gateway import Gateway, GatewayOptions  # noqa: E4
 from libra_supervisor.gateway.waiting import WaitingRoom  # noqa: E402
 from libra_supervisor.instances.client import InstanceClient  # noqa: E402
 from libra_supervisor.instances.poller import InstancePoller  # noqa: E402
+from libra_supervisor.instances.request_watch import RequestWatch  # noqa: E402
 from libra_supervisor.shared_load.directory import SharedDirectory  # noqa: E402
 from libra_supervisor.shared_load.exchange import LoadExchange  # noqa: E402
 
@@ -48,6 +49,7 @@ class GatewayRank:
         files = SharedDirectory(Path(directory), rank=rank, writer=writer)
         self.exchange = LoadExchange(self.scheduler, files, self.config, rank=rank, writer=writer)
         self.url_of = {}
+        self.watch_of = {}
 
     async def join(self, tasks, url: str) -> None:
         """Take one server into the fleet and watch it."""
@@ -62,6 +64,8 @@ class GatewayRank:
             is_ready=True,
         )
         self.url_of[name] = url
+        self.watch_of[name] = RequestWatch(rng=Random())
+        tasks.start_soon(self.watch_of[name].run, client)
         self.scheduler.observe_instance(spec, clock.now())
 
         def take(polled) -> None:
@@ -77,6 +81,9 @@ class GatewayRank:
             rng=Random(),
         )
         tasks.start_soon(poller.run)
+
+    def patience_with(self, name, request_id):
+        return self.watch_of[name].patience(request_id)
 
     async def view(self, _request: web.Request) -> web.Response:
         views = self.scheduler.instances(clock.now())
@@ -104,7 +111,7 @@ async def main(directory: str, rank: str, *urls: str) -> None:
     async with anyio.create_task_group() as tasks:
         for url in urls:
             await me.join(tasks, url)
-        async with Gateway(me.room, me.url_of.get, options) as gateway:
+        async with Gateway(me.room, me.url_of.get, me.patience_with, options) as gateway:
             app = web.Application()
             app.add_routes([*gateway.routes(), web.get("/view", me.view)])
             runner = web.AppRunner(app, access_log=None, handler_cancellation=True)

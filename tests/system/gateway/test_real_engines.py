@@ -1,8 +1,8 @@
 """The gateway and the scheduler over real vLLM servers on CPU."""
 
-import random
-import statistics
 import sys
+from contextlib import contextmanager
+from random import Random
 
 import aiohttp
 import anyio
@@ -11,12 +11,15 @@ import pytest
 
 from gateways import running_gateway
 from libra import clock
+from libra_supervisor.instances import request_watch
 from libra_supervisor.instances.metrics import server_metrics
-from tail import makespan
+from tail import NARROW, NUM_SAMPLES, STRATEGIES, WIDE, burst, output_lengths
 
 pytestmark = [pytest.mark.anyio, pytest.mark.system, pytest.mark.timeout(500)]
 ASK = {"model": "policy", "prompt": [5, 6, 7], "max_tokens": 8, "seed": 3, "logprobs": 0,
        "return_token_ids": True}  # fmt: skip
+
+MESSAGE = {"role": "user", "content": "hello"}
 
 
 async def metrics_of(server):
@@ -78,6 +81,36 @@ async def test_an_engine_stops_generating_when_the_client_leaves(servers):
         assert gateway.scheduler.num_in_flight() == 0
 
 
+@pytest.mark.case("T-B77")
+async def test_an_engine_tells_by_name_which_requests_of_clients_it_works_on(servers, monkeypatch):
+    monkeypatch.setattr(request_watch, "PERIOD_S", 0.1)
+    watch, told = request_watch.RequestWatch(rng=Random(1)), []
+
+    @contextmanager
+    def patience_with(_instance_id, request_id):
+        with watch.hearing(request_id, lambda num_tokens: told.append((request_id, num_tokens))):
+            yield
+
+    whole = {"model": "policy", "max_tokens": 1900, "ignore_eos": True}
+    async with (
+        servers[0].client() as client,
+        running_gateway(servers[0], patience_with=patience_with) as gateway,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(watch.run, client)
+        for name, path, body in (
+            ("mine", "/v1/completions", whole | {"prompt": [5, 6, 7]}),
+            ("", "/v1/completions", whole | {"prompt": [[5, 6], [7, 8]], "n": 2}),
+            ("chat", "/v1/chat/completions", whole | {"messages": [MESSAGE], "max_tokens": 1500}),
+        ):
+            told.clear()
+            status, _, _ = await gateway.post(body, path=path, X_Request_Id=name)
+            assert status == 200
+            assert {heard for heard, _ in told} == {name or "gateway-1"}
+            assert max(num_tokens for _, num_tokens in told) > 0
+        tasks.cancel_scope.cancel()
+
+
 async def test_vllm_bench_serve_runs_against_the_gateway(servers, tokenizer):
     async with running_gateway(*servers) as gateway:
         argv = [
@@ -96,27 +129,21 @@ async def test_vllm_bench_serve_runs_against_the_gateway(servers, tokenizer):
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-async def test_kv_tokens_with_feedback_end_a_burst_before_round_robin_and_requests(
-    servers, record_property
-):
-    rng = random.Random(4)
-    lengths = [rng.choice((60, 120, 200)) for _ in range(64)]
-    shapes = {
-        "round_robin": {"load_balance_strategy": "round_robin"},
-        "requests": {"load_metric": "requests"},
-        "kv_tokens": {"load_metric": "kv_tokens", "enable_metrics_feedback": True},
+async def test_kv_tokens_with_feedback_spare_the_server_that_has_little_room(servers):
+    bursts = {
+        name: await burst(servers, output_lengths=output_lengths(), seed=k, **options)
+        for k, (name, options) in enumerate(STRATEGIES.items())
     }
-    await makespan(servers, output_lengths=lengths[:8], num_in_flight=8, seed=99)
-    all_seconds = {name: [] for name in shapes}
-    for turn in range(3):  # they take turns: a busy moment of the machine is no one's merit
-        for name, options in shapes.items():
-            found = await makespan(
-                servers, output_lengths=lengths, num_in_flight=48, seed=1000 * turn, **options
-            )
-            all_seconds[name].append(found.seconds)
-            print(turn, name, found)
-    seconds = {name: statistics.median(several) for name, several in all_seconds.items()}
-    for name, median_s in seconds.items():
-        record_property(f"makespan_s_{name}", f"{median_s:.2f}")
-    print("medians", seconds)
-    assert seconds["kv_tokens"] < min(seconds["round_robin"], seconds["requests"])
+    print(bursts)
+    blind, by_room = bursts["round_robin"], bursts["kv_tokens"]
+    assert blind.num_samples == {WIDE: NUM_SAMPLES // 2, NARROW: NUM_SAMPLES // 2}
+    for found in bursts.values():
+        assert sum(found.num_samples.values()) == NUM_SAMPLES
+    # Blind to room, both pile up on the narrow server many times what it can hold, and it preempts.
+    for name in ("round_robin", "requests"):
+        assert bursts[name].most_reserved_fraction[NARROW] > 3
+        assert bursts[name].num_preemptions[NARROW] > 0
+    assert by_room.num_samples.get(NARROW, 0) < NUM_SAMPLES // 4
+    assert by_room.most_reserved_fraction[NARROW] < blind.most_reserved_fraction[NARROW] / 3
+    assert by_room.num_preemptions[NARROW] < blind.num_preemptions[NARROW] / 2
+    assert by_room.num_preemptions[WIDE] == 0

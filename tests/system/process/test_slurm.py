@@ -111,6 +111,53 @@ def test_servers_of_a_killed_supervisor_do_not_outlive_the_job(cluster):
     assert cluster.job(job_id)["Restarts"] == "0"
 
 
+TOOLS = {
+    "scontrol": """#!/bin/sh
+echo "$@" >> {folder}/calls
+[ "$1" = requeue ] || sleep {slow_s}
+""",
+    "libra-supervisor": """#!/bin/bash
+trap 'echo told >> {folder}/calls; exit 0' TERM
+echo started >> {folder}/calls
+while :; do sleep 0.05; done
+""",
+    "python3": "#!/bin/sh\nexit 0\n",
+}
+
+
+@pytest.mark.case("R-B67", "R-B56")
+@pytest.mark.parametrize("comes_at", ["preflight", "start", "work"])
+def test_a_notice_at_any_time_stops_once_and_requeues(tmp_path, comes_at):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, text in TOOLS.items():
+        tool = tools / name
+        tool.write_text(text.format(folder=tmp_path, slow_s=1 if comes_at == "preflight" else 0))
+        tool.chmod(0o755)
+    if comes_at == "start":
+        (tools / "libra-supervisor").write_text(
+            f"#!/bin/sh\necho started >> {tmp_path}/calls\nexec sleep 60\n"
+        )
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "libra", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    env = {"PATH": f"{tools}:/usr/bin:/bin", **job}
+    calls = tmp_path / "calls"
+    script = subprocess.Popen(["bash", str(SCRIPT), "run.yaml"], env=env)
+    try:
+        waits_for = "show config" if comes_at == "preflight" else "started"
+        wait_for(lambda: calls.exists() and waits_for in calls.read_text(), what=waits_for)
+        for _ in range(3):
+            script.send_signal(signal.SIGUSR1)
+        script.wait(20)
+    finally:
+        script.kill()
+    said = calls.read_text().splitlines()
+    assert said[0] == "show config"
+    assert said[-1] == "requeue 7"
+    assert said.count("requeue 7") == 1
+    told = said.count("told")
+    assert told == 1 if comes_at == "work" else told <= 1, "it may end before it can say so"
+
+
 @pytest.mark.parametrize(
     ("arguments", "env", "code", "says"),
     [

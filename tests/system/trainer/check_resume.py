@@ -82,6 +82,8 @@ def go_on(config, world, directory, action) -> list[dict[str, float]]:
             step=SAVED_STEP, directory=str(checkpoint), rollout_state=b"cursor"
         )
         staged = stage_checkpoint(trainer, command)
+        if config.megatron.megatron_use_distributed_optimizer:
+            check_gathered_state(trainer.backend.optimizer)
     else:
         # Weights gathered for a pass before the restore must not be used after it.
         probe_logprobs(trainer, (1, 2, 3))
@@ -93,6 +95,29 @@ def go_on(config, world, directory, action) -> list[dict[str, float]]:
         assert not checkpoint.exists()
         staged.write()
     return metrics
+
+
+def check_gathered_state(optimizer) -> None:
+    """Our way to the optimizer's state gives what Megatron's own does, in pieces of odd size."""
+    import torch
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from libra.trainer.optimizer_gather import gather_state
+
+    of_megatron = DistributedOptimizer.get_parameter_state_dp_zero.replaced
+    inner = [o for o in optimizer.chained_optimizers if isinstance(o, DistributedOptimizer)]
+    assert inner
+    for one in inner:
+        wanted = of_megatron(one, use_gloo_comm=False, return_on_all_ranks=True)
+        got = gather_state(one, piece_elements=777)
+        assert (got is None) == (one.data_parallel_group.rank() != 0)
+        for index in got or ():
+            if index == "buckets_coalesced":
+                continue
+            ((dtype, tensors),) = wanted[index].items()
+            assert tensors.keys() == got[index][dtype].keys()
+            for key, tensor in tensors.items():
+                assert torch.equal(torch.as_tensor(got[index][dtype][key]), torch.as_tensor(tensor))
 
 
 def train(trainer, step) -> dict[str, float]:
