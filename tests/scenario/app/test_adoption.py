@@ -36,8 +36,11 @@ def lines_of(run, child, incarnation):
 
 
 def record_of(run, child):
-    state = StateFile(run.run_dir / "state.json").load()
-    return next(record for record in state.children if record.child_id == child)
+    return next(record for record in state_of(run).children if record.child_id == child)
+
+
+def state_of(run):
+    return StateFile(run.run_dir / "state.json").load()
 
 
 def versions_are_asked_and_settled(run):
@@ -157,7 +160,7 @@ def test_a_server_that_was_loading_is_adopted_and_waited_for(fake_run):
     run.env["FAKE_SERVER"] = '{"start_s": 4}'
     run.start()
     before = run.until(lambda: len(s := servers(run)) == 2 and s)
-    run.until(lambda: len(StateFile(run.run_dir / "state.json").load().children) >= 2)
+    run.until(lambda: {record.child_id for record in state_of(run).children} >= set(ENGINES))
     run.kill()
     run.start("--resume")
     run.until_step(2)
