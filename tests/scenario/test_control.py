@@ -787,6 +787,47 @@ def test_a_duplicate_ack_is_refused_logged_and_recorded_with_the_batch():
     assert world.control.publication.counts.num_refused_acks == 1
 
 
+def test_an_ack_that_comes_after_its_batch_is_recorded_by_itself():
+    rng = Random(26)
+    world = started(total_steps=2)
+    run_until(world, rng, lambda w: any(is_reload_answer(e) for e in w.pending))
+    answer = next(e for e in world.pending if is_reload_answer(e))
+    run_until(world, rng, lambda w: w.control.publication.committed == 0)
+    assert world.control.publication.is_idle
+    num_reloads = len(world.reloads)
+    world.post(answer)
+    (stray,) = (written.record for written in world.stray_acks)
+    assert (stray.outcome, stray.nonce, stray.policy_version) == ("no batch", answer.nonce, 0)
+    assert [(r.ack, r.reason) for r in stray.refused_acks] == [
+        (answer.ack, "no reload batch is open")
+    ]
+    assert stray.wall_time_ns == int(world.now * 1e9)
+    assert len(world.reloads) == num_reloads
+    assert world.control.publication.counts.num_refused_acks == 1
+
+
+def test_an_ack_of_another_server_than_the_one_that_was_asked_proves_nothing():
+    rng = Random(27)
+    world = started(total_steps=2)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    run_until(world, rng, lambda w: len([e for e in w.pending if is_reload_answer(e)]) == 2)
+    of_a, of_b = sorted(
+        (e for e in world.pending if is_reload_answer(e)), key=lambda e: e.instance_id
+    )
+    world.pending.remove(of_a)
+    world.post(msgspec.structs.replace(of_a, ack=of_b.ack))
+    assert world.control.publication.waiting_for == (B,), "nobody waits for what cannot come"
+    assert A not in world.routes
+    world.run(rng)
+    record = next(w.record for w in world.reloads if w.record.policy_version == 1)
+    assert record.accepted == (B,)
+    assert [(r.ack, r.reason) for r in record.refused_acks] == [
+        (of_b.ack, f"{A} was asked and answered as {B}")
+    ]
+    assert record.quarantined == {A: f"{A} was asked and answered as {B}"}
+    assert world.num_births_of[A] == 2
+
+
 def test_a_late_engine_is_judged_by_the_probe_of_the_version_it_was_asked_for():
     """The next version may be written while an engine still catches up with the one before."""
     rng = Random(25)

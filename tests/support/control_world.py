@@ -136,6 +136,7 @@ class World:
         self.written: list[commands.WriteStep] = []
         self.evaluated: list[commands.WriteEvaluation] = []
         self.reloads: list[commands.WriteReload] = []
+        self.stray_acks: list[commands.WriteStrayAck] = []
         self.said: list[commands.Say] = []
         self.answers_as: dict[InstanceId, Incarnation] = {}
         """Strangers that answer in the place of a process, until it is replaced."""
@@ -378,6 +379,8 @@ class World:
                 self.evaluated.append(command)
             case commands.WriteStep():
                 self.written.append(command)
+            case commands.WriteStrayAck():
+                self.stray_acks.append(command)
             case commands.WriteReload(record):
                 self.reloads.append(command)
                 assert len({ack.nonce for ack in record.acks} - {record.nonce}) == 0

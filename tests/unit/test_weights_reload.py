@@ -240,15 +240,14 @@ def test_a_cancelled_batch_answers_nothing_any_more():
     assert batch.state == "cancelled"
 
 
-def test_a_verdict_on_another_version_is_ignored():
+def test_a_verdict_on_another_batch_is_ignored():
     batch = batch_of(member("a"))
     batch.start(now=0.0)
     ack = reload_ack(REQUEST, "a")
     assert batch.on_judged(verdict_on(ack)) == ()
     batch.on_ack(ack, now=1.0)
-    other = judge_acks(
-        reload_request(policy_version=6), [], trainer_probe_logprobs=(), probe_tolerance=1.0
-    )
+    earlier_try = reload_request(nonce="nonce-0")
+    other = judge_acks(earlier_try, [], trainer_probe_logprobs=(), probe_tolerance=1.0)
     assert batch.on_judged(other) == ()
     assert batch.state == "judging"
 

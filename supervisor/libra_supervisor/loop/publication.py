@@ -44,11 +44,12 @@ from libra_supervisor.loop.commands import (
     TellRankZero,
     Unroute,
     WriteReload,
+    WriteStrayAck,
 )
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.open_batch import OpenBatch, ReloadCounts, disagreement
 from libra_supervisor.loop.transfer_desk import TransferDesk
-from libra_supervisor.records.reload import RefusedAck
+from libra_supervisor.records.reload import RefusedAck, StrayAck
 
 MAX_FAILED_BATCHES = 3
 """In a row, for one version: by then it is the weights or the site, not a process that died."""
@@ -229,9 +230,14 @@ class Publication:
         members = self._members_in(self._pool.answering_ids)
         return self._start(members, is_catch_up=True, at=at) if members else ()
 
-    def on_ack(self, ack: ReloadAck, *, at: Moment) -> tuple[Command, ...]:
+    def on_ack(self, ack: ReloadAck, *, asked: InstanceId, at: Moment) -> tuple[Command, ...]:
+        """Take the answer of the server that was asked as `asked`."""
+        if ack.instance_id != asked:
+            reason = f"{asked} was asked and answered as {ack.instance_id}"
+            refused = self._refuse(ack, reason, at=at)
+            return (*refused, *self.on_undelivered(asked, ack.nonce, reason, at=at))
         if self._open is None:
-            return (self._refuse(ack, "no reload batch is open"),)
+            return self._refuse(ack, "no reload batch is open", at=at)
         commands = self._open.batch.on_ack(ack, now=at.now)
         if not any(isinstance(command, batches.RefuseAck) for command in commands):
             self._open.acks.append(ack)
@@ -264,7 +270,8 @@ class Publication:
         return (*broken, *self._apply(self._open.batch.on_left(instance_id, now=at.now), at=at))
 
     def on_judged(self, verdict: AcksJudged, *, at: Moment) -> tuple[Command, ...]:
-        if self._open is None or self._judges_itself(self._open):
+        """Rank 0's verdict; one on a batch that was given up meanwhile says nothing any more."""
+        if self._open is None or verdict.nonce != self._open.batch.request.nonce:
             return ()
         return self._judged(self._open, verdict, at=at)
 
@@ -347,7 +354,7 @@ class Publication:
                     done.append(Unroute(member.instance_id, is_draining=True))
                     done.append(SendReload(member.instance_id, member.incarnation, request))
                 case batches.RefuseAck(ack, reason):
-                    done.append(self._refuse(ack, reason))
+                    done += self._refuse(ack, reason, at=at)
                 case batches.Quarantine(instance_id, reason):
                     done += self._break_off(instance_id, reason)
                     done += self._quarantine(instance_id, reason, at=at)
@@ -434,12 +441,21 @@ class Publication:
         self._open = None
         return (*done, *self.catch_up(at=at))
 
-    def _refuse(self, ack: ReloadAck, reason: str) -> Say:
+    def _refuse(self, ack: ReloadAck, reason: str, *, at: Moment) -> tuple[Command, ...]:
         self.counts.num_refused_acks += 1
-        if self._open is not None:
-            self._open.refused_acks.append(RefusedAck(ack, reason))
         fields: dict[str, object] = {"instance": ack.instance_id, "nonce": ack.nonce, "why": reason}
-        return Say("ack_refused", fields, is_warning=True)
+        said = Say("ack_refused", fields, is_warning=True)
+        refused = RefusedAck(ack, reason)
+        if self._open is not None:
+            self._open.refused_acks.append(refused)
+            return (said,)
+        stray = StrayAck(
+            policy_version=ack.policy_version,
+            nonce=ack.nonce,
+            refused_acks=(refused,),
+            wall_time_ns=at.wall_ns,
+        )
+        return (said, WriteStrayAck(stray))
 
     def _quarantine(
         self, instance_id: InstanceId, reason: str, *, at: Moment
