@@ -19,6 +19,7 @@ A, B = InstanceId("vllm-0"), InstanceId("vllm-1")
 
 
 METHODS = ["inplace", "restart", "transfer"]
+STRATEGIES = ["parallel", "serial"]
 
 
 def started(*, method="inplace", **knobs) -> RandomWorld:
@@ -93,13 +94,16 @@ def strike(world: RandomWorld, rng: Random, fault: str) -> None:
     ),
     failures=st.floats(0.0, 0.15),
     method=st.sampled_from(METHODS),
+    strategy=st.sampled_from(STRATEGIES),
 )
 @settings(max_examples=120, deadline=None)
 def test_with_engines_and_gangs_dying_at_any_moment_every_step_is_still_trained(
-    seed, faults, failures, method
+    seed, faults, failures, method, strategy
 ):
     rng = Random(seed)
-    world = started(total_steps=4, save_interval=1, method=method)
+    if method == "transfer":
+        strategy = "parallel"  # all receive at once
+    world = started(total_steps=4, save_interval=1, method=method, reload_strategy=strategy)
     world.failure_chance = failures
     for wait, fault in faults:
         for _ in range(wait):
@@ -848,3 +852,36 @@ def test_a_late_engine_is_judged_by_the_probe_of_the_version_it_was_asked_for():
     world.run(rng)
     assert world.ended is not None
     assert world.ended.exit_code == 0
+
+
+def test_with_serial_reloads_the_others_serve_until_it_is_their_turn():
+    rng = Random(28)
+    world = started(total_steps=2, reload_strategy="serial")
+    run_until(world, rng, lambda w: w.publishing == 1)
+    world.is_held = is_reload_answer
+    run_until_stuck(world, rng)
+    (first,) = (e for e in world.pending if is_reload_answer(e))
+    assert (first.instance_id, world.routes) == (A, {B: 0})
+    world.pending.remove(first)
+    world.post(first)
+    (second,) = (e for e in world.pending if is_reload_answer(e))
+    assert (second.instance_id, world.routes) == (B, {})
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert world.ended.exit_code == 0
+    assert set(world.routes.values()) == {2}
+
+
+def test_why_nothing_can_be_reloaded_now_is_told():
+    rng = Random(29)
+    world = started(total_steps=3)
+    publication = world.control.publication
+    assert publication.why_not_refresh(None) == "no published version is served"
+    run_until(world, rng, lambda w: w.control.publication.committed == 0)
+    assert publication.why_not_refresh(None) == ""
+    world.is_held = lambda event: isinstance(event, events.ExportChecked)
+    run_until_stuck(world, rng)
+    assert publication.why_not_refresh(None) == "v1 is on its way"
+    world.is_held = is_reload_answer
+    run_until_stuck(world, rng)
+    assert publication.why_not_refresh(None) == "a reload is on its way"

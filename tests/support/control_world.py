@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from libra.config.weights import ReloadMethod, WeightsConfig
+from libra.config.weights import ReloadMethod, ReloadStrategy, WeightsConfig
 from libra.ids import (
     ChildId,
     GroupId,
@@ -118,6 +118,7 @@ class World:
         eval_rows: int = 0,
         eval_interval: int = 1,
         reload_method: ReloadMethod = "inplace",
+        reload_strategy: ReloadStrategy = "parallel",
         sync_mode: Literal["restart", "nccl"] = "restart",
         num_probes: int = 0,
         probe_error_of: Callable[[InstanceId], float] = lambda _: 0.0,
@@ -183,6 +184,7 @@ class World:
                 sync_interval=sync_interval or 1,
                 rollout_weight_sync_mode=sync_mode,
                 rollout_weight_reload_method=reload_method,
+                rollout_weight_reload_strategy=reload_strategy,
             ),
             min_rollout_gpus=min_rollout_gpus,
             probe_token_ids=PROBE,
@@ -500,7 +502,7 @@ class World:
             nonce=request.nonce,
             policy_version=self.processes[instance_id].version,
             method=self._reload_method,
-            strategy="parallel",
+            strategy=request.strategy,
             lock_wait_s=0.0,
             process_stop_s=0.0,
             model_load_s=0.1,

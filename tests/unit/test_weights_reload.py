@@ -134,6 +134,16 @@ def test_a_request_that_did_not_get_through_is_not_waited_for(method):
     assert batch.on_undelivered("c", "connection reset", now=2.0) == ()
 
 
+def test_an_instance_that_leaves_after_its_ack_is_not_committed():
+    batch = batch_of(member("a"), member("b"), min_rollout_gpus=2)
+    batch.start(now=0.0)
+    acks = [reload_ack(REQUEST, i) for i in "ab"]
+    for ack in acks:
+        batch.on_ack(ack, now=1.0)
+    assert batch.on_left("b", now=2.0) == ()
+    assert batch.on_judged(verdict_on(*acks)) == (CommitVersion(7, {"a": "a#1"}),)
+
+
 def test_an_instance_lost_after_its_ack_is_not_committed():
     batch = batch_of(member("a"), member("b"))
     batch.start(now=0.0)

@@ -221,14 +221,23 @@ class Publication:
 
     def refresh(self, at: Moment, *, held: PolicyVersion | None = None) -> tuple[Command, ...]:
         """Load the committed version into every engine that answers, once more."""
-        if self._open is not None or not self._can_give(held):
-            # What was exported last may not even have been checked yet.
-            why = "a reload is on its way"
-            if self._open is None and self._terms.transfers:
-                why = "the ranks do not hold the served version any more, or are busy"
+        if why := self.why_not_refresh(held):
             return (Say("reload_refused", {"why": why}, is_warning=True),)
         members = self._members_in(self._pool.answering_ids)
         return self._start(members, is_catch_up=True, at=at) if members else ()
+
+    def why_not_refresh(self, held: PolicyVersion | None) -> str:
+        """Why `refresh` would do nothing now; empty when it would load the committed version."""
+        if self._open is not None:
+            return "a reload is on its way"
+        if self._committed is None or self._exported is None:
+            return "no published version is served"
+        if self._exported.policy_version != self._committed:
+            # It may not even have been checked yet.
+            return f"v{self._exported.policy_version} is on its way"
+        if not self._can_give(held):
+            return "the ranks do not hold the served version any more, or are busy"
+        return ""
 
     def on_ack(self, ack: ReloadAck, *, asked: InstanceId, at: Moment) -> tuple[Command, ...]:
         """Take the answer of the server that was asked as `asked`."""
