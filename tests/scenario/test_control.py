@@ -832,6 +832,34 @@ def test_an_ack_of_another_server_than_the_one_that_was_asked_proves_nothing():
     assert world.num_births_of[A] == 2
 
 
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"run_id": "run-2"}, "another run or an earlier try"),
+        ({"nonce": "earlier"}, "another run or an earlier try"),
+        ({"incarnation": "vllm-0-99"}, "it comes from the incarnation vllm-0-99"),
+        ({"method": "restart"}, "it reports restart/parallel"),
+        ({"strategy": "serial"}, "it reports inplace/serial"),
+    ],
+)
+def test_a_server_whose_answer_is_refused_is_not_waited_for_until_the_timeout(wrong, why):
+    rng = Random(28)
+    world = started(total_steps=2)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    run_until(world, rng, lambda w: len([e for e in w.pending if is_reload_answer(e)]) == 2)
+    answer = next(e for e in world.pending if is_reload_answer(e) and e.instance_id == A)
+    world.pending.remove(answer)
+    ack = msgspec.structs.replace(answer.ack, **wrong)
+    world.post(msgspec.structs.replace(answer, ack=ack))
+    assert world.control.publication.waiting_for == (B,)
+    world.run(rng)
+    record = next(w.record for w in world.reloads if w.record.policy_version == 1)
+    assert record.accepted == (B,)
+    assert [r.ack for r in record.refused_acks] == [ack]
+    assert why in record.quarantined[A]
+    assert world.ended.exit_code == 0
+
+
 def test_a_late_engine_is_judged_by_the_probe_of_the_version_it_was_asked_for():
     """The next version may be written while an engine still catches up with the one before."""
     rng = Random(25)

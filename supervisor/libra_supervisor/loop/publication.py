@@ -239,18 +239,28 @@ class Publication:
             return "the ranks do not hold the served version any more, or are busy"
         return ""
 
-    def on_ack(self, ack: ReloadAck, *, asked: InstanceId, at: Moment) -> tuple[Command, ...]:
-        """Take the answer of the server that was asked as `asked`."""
+    def on_ack(
+        self, ack: ReloadAck, *, asked: InstanceId, nonce: str, at: Moment
+    ) -> tuple[Command, ...]:
+        """Take what the server `asked` answered to the request with `nonce`.
+
+        It answers once: when that is refused, nothing is left to wait for.
+        """
         if ack.instance_id != asked:
             reason = f"{asked} was asked and answered as {ack.instance_id}"
             refused = self._refuse(ack, reason, at=at)
-            return (*refused, *self.on_undelivered(asked, ack.nonce, reason, at=at))
+            return (*refused, *self.on_undelivered(asked, nonce, reason, at=at))
         if self._open is None:
             return self._refuse(ack, "no reload batch is open", at=at)
-        commands = self._open.batch.on_ack(ack, now=at.now)
-        if not any(isinstance(command, batches.RefuseAck) for command in commands):
+        batch = self._open.batch
+        commands = batch.on_ack(ack, now=at.now)
+        reason = "; ".join(it.reason for it in commands if isinstance(it, batches.RefuseAck))
+        if not reason:
             self._open.acks.append(ack)
-        return self._apply(commands, at=at)
+        done = self._apply(commands, at=at)
+        if not reason or nonce != batch.request.nonce or asked not in batch.in_flight:
+            return done
+        return (*done, *self.on_undelivered(asked, nonce, reason, at=at))
 
     def on_undelivered(
         self, instance_id: InstanceId, nonce: str, error: str, *, at: Moment
