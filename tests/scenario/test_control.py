@@ -451,6 +451,9 @@ def test_the_pool_goes_on_without_an_engine_while_the_minimum_holds():
         events.ChildGaveUp(ChildId(A), "too often", "exited with code 0", 6, (), 1.0),
     ):  # fmt: skip
         world.post(event)
+    (said,) = [it for it in world.said if it.event == "instance_given_up"]
+    assert said.is_warning
+    assert said.fields == {"instance": A, "why": "too often", "cause": "exited with code 0"}
     world.run(rng)
     assert world.ended is not None
     assert world.ended.exit_code == 0

@@ -35,7 +35,8 @@ def running(tmp_path_factory):
 
 def test_status_tells_of_the_run_and_of_every_child(running):
     run = running
-    run.until(lambda: child(run, "vllm-0")["kv_use_fraction"] is not None)
+    for name in ("vllm-0", "vllm-1"):
+        run.until(lambda name=name: child(run, name)["kv_use_fraction"] is not None)
     status = run.status()
     assert status["pid"] == run.process.pid
     assert status["step"] >= 2
