@@ -165,6 +165,14 @@ async def test_a_link_in_a_version_to_a_file_outside_is_refused(
     assert app.engine.calls == []
 
 
+async def test_a_version_of_another_run_is_refused(app, running):
+    app.published[4] = publish_weights(app.weights_directory, 4, run_id="run-2")
+    async with running():
+        assert "the run id is 'run-2' instead of 'run-1'" in (await app.reload(4)).error
+        assert (await app.complete()).status == 200
+    assert app.engine.calls == []
+
+
 async def test_an_older_version_is_refused_unless_forced(app, running):
     async with running():
         await app.reload(2)
