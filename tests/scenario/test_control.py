@@ -916,3 +916,13 @@ def test_why_nothing_can_be_reloaded_now_is_told():
     world.is_held = is_reload_answer
     run_until_stuck(world, rng)
     assert publication.why_not_refresh(None) == "a reload is on its way"
+
+
+@pytest.mark.case("R-B82")
+def test_the_version_of_a_server_that_is_leaving_is_kept_with_the_committed_one():
+    rng = Random(30)
+    world = started(total_steps=2)
+    run_until(world, rng, lambda w: w.control.publication.committed == 0)
+    world.control.pool.on_replace_requested(A, now=world.now)
+    run_until(world, rng, lambda w: w.control.publication.committed == 1)
+    assert world.pinned[-1] == {0, 1}

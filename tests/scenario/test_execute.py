@@ -13,6 +13,7 @@ from libra.ids import PolicyVersion, RunId
 from libra.rollouts.batch import BatchShape
 from libra.rollouts.buffer import BufferState
 from libra.storage import arrival
+from libra.storage.atomic import atomic_write
 from libra.weights.manifest import MANIFEST_NAME
 from libra.wire.rank import SaveCheckpoint
 from libra_supervisor.loop import commands, execute
@@ -139,8 +140,10 @@ class Export:
                 manifest.write_bytes(self.files[manifest] + b" ")
 
     def show(self) -> None:
-        for path, content in self.files.items():
-            path.write_bytes(content)
+        # Whole files at once, as they appear on a shared disk: the check looks all the time.
+        for path, content in sorted(self.files.items(), key=lambda it: it[0].name == MANIFEST_NAME):
+            if not path.exists() or path.read_bytes() != content:
+                atomic_write(path, content)
 
     async def post(self, event) -> None:
         self.said.append(event)

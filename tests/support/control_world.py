@@ -138,6 +138,9 @@ class World:
         self.evaluated: list[commands.WriteEvaluation] = []
         self.reloads: list[commands.WriteReload] = []
         self.stray_acks: list[commands.WriteStrayAck] = []
+        self.pinned: list[frozenset[PolicyVersion]] = []
+        """What was to be kept each time that versions were retired."""
+
         self.said: list[commands.Say] = []
         self.answers_as: dict[InstanceId, Incarnation] = {}
         """Strangers that answer in the place of a process, until it is replaced."""
@@ -401,8 +404,8 @@ class World:
                 self.replaced = command
             case commands.KnowInstance():
                 self.known.append(command)
-            case commands.RetireVersions():
-                pass
+            case commands.RetireVersions(pinned):
+                self.pinned.append(pinned)
 
     def _work(self, said) -> None:
         """Rank 0 is busy until it says so."""
