@@ -926,3 +926,13 @@ def test_the_version_of_a_server_that_is_leaving_is_kept_with_the_committed_one(
     world.control.pool.on_replace_requested(A, now=world.now)
     run_until(world, rng, lambda w: w.control.publication.committed == 1)
     assert world.pinned[-1] == {0, 1}
+
+
+def test_after_a_lost_gang_no_version_is_committed_for_a_new_process_to_start_from():
+    rng = Random(31)
+    world = started(total_steps=3)
+    run_until(world, rng, lambda w: w.control.publication.committed == 1)
+    world.lose_gang()
+    assert world.control.publication.committed is None
+    world.run(rng)
+    assert world.ended.exit_code == 0
