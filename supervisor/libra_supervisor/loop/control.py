@@ -305,7 +305,9 @@ class Control:
             case events.InstanceDoubted(instance_id):
                 return self._on_instance_doubted(instance_id)
             case events.ReloadAnswered(ack=ack) if ack is not None:
-                return self.publication.on_ack(ack, at=at)
+                return self.publication.on_ack(
+                    ack, asked=event.instance_id, nonce=event.nonce, at=at
+                )
             case events.ReloadAnswered():
                 return self.publication.on_undelivered(
                     event.instance_id, event.nonce, event.error, at=at

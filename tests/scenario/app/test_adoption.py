@@ -43,6 +43,19 @@ def state_of(run):
     return StateFile(run.run_dir / "state.json").load()
 
 
+def leave_unfinished(run):
+    """What killed writers and removers of weights and checkpoints leave behind."""
+    leftovers = [
+        run.run_dir / "weights" / ".v000001.discarded",
+        run.run_dir / "weights" / ".v000999.partial",
+        run.run_dir / "checkpoints" / ".step_000001.discarded",
+    ]
+    for path in leftovers:
+        path.mkdir(exist_ok=True)
+        (path / "model.safetensors").write_bytes(b"half of it")
+    return leftovers
+
+
 def versions_are_asked_and_settled(run):
     """What an adopted server holds is what it says; then the restored version is loaded."""
     restored = next(entry for entry in run.journal("GangReady") if entry["step"])["step"]
@@ -62,11 +75,13 @@ def test_live_servers_go_on_under_the_new_supervisor(fake_run):
     incarnations = {child: record_of(run, child).incarnation for child in ENGINES}
     run.kill()
     killed_at_step = max(run.steps())
+    leftovers = leave_unfinished(run)
     num_lines = {child: len(lines_of(run, child, incarnations[child])) for child in ENGINES}
     time.sleep(0.5)
     run.start("--resume")
     run.until_step(killed_at_step + 3)
     assert servers(run) == before
+    assert not any(path.exists() for path in leftovers)
     for child in ENGINES:
         (_, again) = started(run, child)
         assert (again["is_adopted"], again["pid"]) == (True, before[child])
