@@ -45,7 +45,12 @@ class SupervisionConfig(Config, frozen=True, kw_only=True):
     """Length of the window in which restarts are counted, in seconds."""
 
     restart_max_without_progress: PositiveCount = 3
-    """Restarts in a row without progress in between (a served request, a trained step)."""
+    """Restarts in a row without progress in between: an engine that serves requests for
+    restart_stable_s, a step that was not trained before."""
+
+    restart_stable_s: Seconds = 1800.0
+    """Seconds after a failure from which on served requests are progress, so that an engine that
+    dies every twenty minutes is given up."""
 
     liveness_stall_s: Seconds = 120.0
     """Without progress for this long while requests run, an engine is probed, then replaced."""

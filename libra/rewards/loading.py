@@ -46,9 +46,14 @@ def load_reward(name: str, arguments: Mapping[str, Any]) -> RewardFunction:
         inspect.signature(function).bind("case", **arguments)
     except TypeError as error:
         raise ConfigError(f"reward_args: {name}(case, ...): {error}") from error
+    require_for(name)
+    return partial(function, **arguments)
+
+
+def require_for(name: str) -> None:
+    """Raise SiteError when what the built-in reward of that name needs is not on this machine."""
     if require := _REQUIREMENTS.get(name):
         require()
-    return partial(function, **arguments)
 
 
 def check_reward_name(name: str) -> None:

@@ -12,7 +12,7 @@ def require_math_verify() -> tuple[Any, Any]:
         from math_verify import parse, verify  # noqa: PLC0415 - an extra, and slow to import
     except ImportError as error:
         raise SiteError(
-            "reward: math needs the package math-verify: pip install 'libra-rl[math]'"
+            "the reward math needs the package math-verify: pip install 'libra-rl[math]'"
         ) from error
     return parse, verify
 

@@ -28,6 +28,7 @@ FIRST_UID: Final = 2_000_000_000
 processes by user, and root's not at all."""
 
 _SYSTEM: Final = ("/usr", "/bin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
+_MADE: Final = frozenset({Path("/"), Path("/tmp")})  # noqa: S108 - inside
 _ENVIRONMENT: Final = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",  # noqa: S108 - inside
@@ -116,9 +117,10 @@ def _command(
         *(privileges if is_root else ("--unshare-all", "--cap-drop", "ALL")),
         *("--die-with-parent", "--new-session", "--clearenv"),
         *(part for pair in _ENVIRONMENT.items() for part in ("--setenv", *pair)),
-        *_mounts(),
         *("--proc", "/proc", "--dev", "/dev"),
+        # Before the interpreter, which may itself lie below /tmp.
         *("--perms", "1777", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"),  # noqa: S108 - inside
+        *_mounts(),
         *("--chdir", "/tmp"),  # noqa: S108 - inside
         *("--perms", "0444", "--ro-bind-data", str(program.fileno()), "/sandbox/program.py"),
         *(sys.executable, "-I", "-B", "/sandbox/main.py"),
@@ -145,7 +147,7 @@ def _mounts() -> tuple[str, ...]:
 
 def _read_only(source: Path, inside: Path) -> list[str]:
     # Directories that bubblewrap makes unasked are its own user's alone.
-    above = [path for path in reversed(inside.parents) if path != path.parent]
+    above = [path for path in reversed(inside.parents) if path not in _MADE]
     return [
         *(part for path in above for part in ("--perms", "0755", "--dir", str(path))),
         *("--ro-bind", str(source), str(inside)),

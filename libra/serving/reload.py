@@ -213,10 +213,14 @@ class GuardedReload:
             )
 
     def _checked_directory(self, request: ReloadRequest) -> Path:
-        directory = Path(request.weights_directory).resolve()
         root = self._identity.weights_directory
+        outside = RejectedError(f"{request.weights_directory!r} is not a version under {root}")
+        try:
+            directory = Path(request.weights_directory).resolve()
+        except (OSError, RuntimeError, ValueError) as exc:  # a loop of links, a NUL
+            raise outside from exc
         if not directory.is_relative_to(root) or directory == root:
-            raise RejectedError(f"{request.weights_directory} is not a version under {root}")
+            raise outside
         return directory
 
     def _check_manifest(

@@ -81,11 +81,14 @@ def names_in(manifest: WeightsManifest) -> tuple[str, ...]:
 
 
 def verify_structure(directory: Path, manifest: WeightsManifest) -> None:
-    """Check all but the content: names, sizes, and the headers against the tensor list.
+    """Check all but the content: names, no links, sizes, and the headers against the tensor list.
 
     Raises as `verify_weights`.
     """
     verify_files(directory, manifest.files, manifest_name=MANIFEST_NAME, with_hashes=False)
+    # What a link names lies elsewhere, where nobody keeps it and anybody may write.
+    if links := [name for name in names_in(manifest) if (directory / name).is_symlink()]:
+        raise DataError(f"{directory}: {links[0]} is a link")
     with _mapped(directory):
         _verify_tensors(directory, manifest)
 

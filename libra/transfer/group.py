@@ -114,13 +114,17 @@ class Group:
 
     def __init__(self, backend: Any, signals: Signals) -> None:
         self._backend = backend
+        self._under_way: list[Any] = []
         self.signals = signals
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """Begin to send from rank 0, or to receive into `tensor`; returns what `wait` takes."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        return self._backend.broadcast([tensor], options)
+        self._under_way = [work for work in self._under_way if not work.is_completed()]
+        work = self._backend.broadcast([tensor], options)
+        self._under_way.append(work)
+        return work
 
     def wait(self, work: Any, *, stall_s: float, beat: Beat) -> None:
         """Return when `work` is done. Raises TransferAbortedError."""
@@ -143,9 +147,16 @@ class Group:
     def close(self) -> None:
         """Break the connections, so that peers that still wait for us do not."""
         backend, self._backend = self._backend, None
-        if backend is not None:
-            # Its end waits for operations under way, up to their timeout.
-            threading.Thread(target=_destroy, args=([backend],), daemon=True).start()
+        if backend is None:
+            return
+        _LEFT[:] = [it for it in _LEFT if not all(work.is_completed() for work in it[1])]
+        _LEFT.append((backend, self._under_way))
+        threading.Thread(target=_abort, args=(backend,), daemon=True).start()
+
+
+_LEFT: list[tuple[Any, list[Any]]] = []
+"""Backends with what was under way when they were left. To delete one waits for that, up to its
+timeout, and holds the interpreter's lock meanwhile: so it is done when nothing is under way."""
 
 
 class Place(NamedTuple):
@@ -166,23 +177,39 @@ def join(signals: Signals, place: Place, *, timeout_s: float, stall_s: float, be
             what="coming together for a transfer",
             beat=beat,
         )
-        return Group(_connected(signals.store, place, stall_s), signals)
+        return Group(_connected(signals, place, stall_s=stall_s, beat=beat), signals)
     except BaseException as error:
         signals.abort(f"rank {place.rank} could not join: {error}")
         raise
 
 
-def _connected(signals: Any, place: Place, stall_s: float) -> Any:
-    store = dist.PrefixStore("group", signals)
-    connect = _nccl if place.device.type == "cuda" else _gloo
-    # Connecting to each other takes longer than one look at the store may.
+def _connected(signals: Signals, place: Place, *, stall_s: float, beat: Beat) -> Any:
+    """Connect in a thread: while a member that died is waited for, nothing in torch or NCCL ends.
+
+    Given up, the thread is left where it is.
+    """
+    # A store of its own, since a wait in one lets nobody else look at it.
+    store = dist.PrefixStore("group", signals.store.clone())
     store.set_timeout(timedelta(seconds=FORM_TIMEOUT_S))
-    try:
-        return connect(store, place, stall_s)
-    except RuntimeError as error:
+    connect = _nccl if place.device.type == "cuda" else _gloo
+    result: list[Any] = []
+
+    def connect_now() -> None:
+        try:
+            result.append(connect(store, place, stall_s))
+        except RuntimeError as error:
+            result.append(error)
+
+    threading.Thread(target=connect_now, daemon=True).start()
+    signals.wait(
+        lambda: bool(result),
+        timeout_s=FORM_TIMEOUT_S,
+        what="connecting to all members of a transfer",
+        beat=beat,
+    )
+    if isinstance(error := result[0], RuntimeError):
         raise TransferAbortedError(f"the group was not formed: {_first(error)}") from error
-    finally:
-        store.set_timeout(STORE_TIMEOUT)
+    return result[0]
 
 
 def _gloo(store: Any, place: Place, stall_s: float) -> Any:
@@ -213,8 +240,7 @@ def _nccl(store: Any, place: Place, stall_s: float) -> Any:
     return backend
 
 
-def _destroy(held: list[Any]) -> None:
-    backend = held.pop()
+def _abort(backend: Any) -> None:
     with suppress(RuntimeError):
         backend.abort()
 

@@ -54,8 +54,8 @@ def unpacked(
 class Checksum:
     """A sum over buckets in 64-bit integers, the same on every device.
 
-    Each word is multiplied by an odd number of its own, so that one wrong word always shows, and
-    words that changed places do.
+    Each word is multiplied by an odd number of its own, so that one wrong word always shows; words
+    that changed places show but for a chance of 2^-63 or so.
     """
 
     def __init__(self, device: torch.device) -> None:

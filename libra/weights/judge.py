@@ -92,6 +92,7 @@ def judge_acks(
     slowest = max(accepted, key=lambda ack: ack.total_s, default=None)
     return AcksJudged(
         policy_version=request.policy_version,
+        nonce=request.nonce,
         accepted=tuple(ack.instance_id for ack in accepted),
         refused=refused,
         slowest_instance=None if slowest is None else slowest.instance_id,

@@ -197,8 +197,8 @@ class ReloadBatch:
         return (*[self._quarantine(i, reason) for i in late], *self._advance(now))
 
     def on_judged(self, verdict: AcksJudged) -> tuple[Command, ...]:
-        """Rank 0's answer to JudgeBatch; a verdict on another version is ignored."""
-        if self._state != "judging" or verdict.policy_version != self.request.policy_version:
+        """Rank 0's answer to JudgeBatch; a verdict on another batch is ignored."""
+        if self._state != "judging" or verdict.nonce != self.request.nonce:
             return ()
         refusals = [
             self._quarantine(i, verdict.refused.get(i, "rank 0 did not accept its ACK"))

@@ -262,6 +262,9 @@ class AcksJudged(msgspec.Struct, frozen=True, tag=True):
     """Rank 0's verdict. `refused` maps an instance to the reason in words."""
 
     policy_version: PolicyVersion
+    nonce: str
+    """Of the batch whose ACKs were judged."""
+
     accepted: tuple[InstanceId, ...]
     refused: dict[InstanceId, str]
     slowest_instance: InstanceId | None

@@ -14,6 +14,7 @@ policies = st.builds(
     max_in_window=st.integers(1, 6),
     window_s=st.floats(1, 1000),
     max_without_progress=st.integers(1, 6),
+    stable_s=st.sampled_from([0.0, 50.0, 500.0]),
 )
 histories = st.lists(st.tuples(st.floats(0, 400), st.booleans()), max_size=30)
 
@@ -23,14 +24,16 @@ def test_restarts_stay_within_both_budgets_and_delays_within_the_jittered_cap(
     policy, history, seed
 ):
     budget, rng, now = RestartBudget(policy), Random(seed), 0.0
-    restarted_at, in_a_row = [], 0
+    restarted_at, in_a_row, failed_at = [], 0, None
     for gap_s, has_progress in history:
         now += gap_s
         if has_progress:
-            budget.on_progress()
-            in_a_row = 0
+            budget.on_progress(now=now)
+            if failed_at is None or now - failed_at >= policy.stable_s:
+                in_a_row = 0
         recent = [at for at in restarted_at if at > now - policy.window_s]
         decision = budget.on_failure("it fell", now=now, rng=rng)
+        failed_at = now
         is_spent = len(recent) >= policy.max_in_window or in_a_row >= policy.max_without_progress
         if is_spent:
             assert isinstance(decision, GiveUp)

@@ -19,6 +19,7 @@ A, B = InstanceId("vllm-0"), InstanceId("vllm-1")
 
 
 METHODS = ["inplace", "restart", "transfer"]
+STRATEGIES = ["parallel", "serial"]
 
 
 def started(*, method="inplace", **knobs) -> RandomWorld:
@@ -93,13 +94,16 @@ def strike(world: RandomWorld, rng: Random, fault: str) -> None:
     ),
     failures=st.floats(0.0, 0.15),
     method=st.sampled_from(METHODS),
+    strategy=st.sampled_from(STRATEGIES),
 )
 @settings(max_examples=120, deadline=None)
 def test_with_engines_and_gangs_dying_at_any_moment_every_step_is_still_trained(
-    seed, faults, failures, method
+    seed, faults, failures, method, strategy
 ):
     rng = Random(seed)
-    world = started(total_steps=4, save_interval=1, method=method)
+    if method == "transfer":
+        strategy = "parallel"  # all receive at once
+    world = started(total_steps=4, save_interval=1, method=method, reload_strategy=strategy)
     world.failure_chance = failures
     for wait, fault in faults:
         for _ in range(wait):
@@ -447,6 +451,9 @@ def test_the_pool_goes_on_without_an_engine_while_the_minimum_holds():
         events.ChildGaveUp(ChildId(A), "too often", "exited with code 0", 6, (), 1.0),
     ):  # fmt: skip
         world.post(event)
+    (said,) = [it for it in world.said if it.event == "instance_given_up"]
+    assert said.is_warning
+    assert said.fields == {"instance": A, "why": "too often", "cause": "exited with code 0"}
     world.run(rng)
     assert world.ended is not None
     assert world.ended.exit_code == 0
@@ -787,6 +794,75 @@ def test_a_duplicate_ack_is_refused_logged_and_recorded_with_the_batch():
     assert world.control.publication.counts.num_refused_acks == 1
 
 
+def test_an_ack_that_comes_after_its_batch_is_recorded_by_itself():
+    rng = Random(26)
+    world = started(total_steps=2)
+    run_until(world, rng, lambda w: any(is_reload_answer(e) for e in w.pending))
+    answer = next(e for e in world.pending if is_reload_answer(e))
+    run_until(world, rng, lambda w: w.control.publication.committed == 0)
+    assert world.control.publication.is_idle
+    num_reloads = len(world.reloads)
+    world.post(answer)
+    (stray,) = (written.record for written in world.stray_acks)
+    assert (stray.outcome, stray.nonce, stray.policy_version) == ("no batch", answer.nonce, 0)
+    assert [(r.ack, r.reason) for r in stray.refused_acks] == [
+        (answer.ack, "no reload batch is open")
+    ]
+    assert stray.wall_time_ns == int(world.now * 1e9)
+    assert len(world.reloads) == num_reloads
+    assert world.control.publication.counts.num_refused_acks == 1
+
+
+def test_an_ack_of_another_server_than_the_one_that_was_asked_proves_nothing():
+    rng = Random(27)
+    world = started(total_steps=2)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    run_until(world, rng, lambda w: len([e for e in w.pending if is_reload_answer(e)]) == 2)
+    of_a, of_b = sorted(
+        (e for e in world.pending if is_reload_answer(e)), key=lambda e: e.instance_id
+    )
+    world.pending.remove(of_a)
+    world.post(msgspec.structs.replace(of_a, ack=of_b.ack))
+    assert world.control.publication.waiting_for == (B,), "nobody waits for what cannot come"
+    assert A not in world.routes
+    world.run(rng)
+    record = next(w.record for w in world.reloads if w.record.policy_version == 1)
+    assert record.accepted == (B,)
+    assert [(r.ack, r.reason) for r in record.refused_acks] == [
+        (of_b.ack, f"{A} was asked and answered as {B}")
+    ]
+    assert record.quarantined == {A: f"{A} was asked and answered as {B}"}
+    assert world.num_births_of[A] == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"run_id": "run-2"}, "another run or an earlier try"),
+        ({"nonce": "earlier"}, "another run or an earlier try"),
+        ({"incarnation": "vllm-0-99"}, "it comes from the incarnation vllm-0-99"),
+        ({"method": "restart"}, "it reports restart/parallel"),
+        ({"strategy": "serial"}, "it reports inplace/serial"),
+    ],
+)
+def test_a_server_whose_answer_is_refused_is_not_waited_for_until_the_timeout(wrong, why):
+    rng = Random(28)
+    world = started(total_steps=2)
+    run_until(world, rng, lambda w: w.publishing == 1)
+    run_until(world, rng, lambda w: len([e for e in w.pending if is_reload_answer(e)]) == 2)
+    answer = next(e for e in world.pending if is_reload_answer(e) and e.instance_id == A)
+    world.pending.remove(answer)
+    ack = msgspec.structs.replace(answer.ack, **wrong)
+    world.post(msgspec.structs.replace(answer, ack=ack))
+    assert world.control.publication.waiting_for == (B,)
+    world.run(rng)
+    record = next(w.record for w in world.reloads if w.record.policy_version == 1)
+    assert record.accepted == (B,)
+    assert [r.ack for r in record.refused_acks] == [ack]
+    assert why in record.quarantined[A]
+    assert world.ended.exit_code == 0
+
+
 def test_a_late_engine_is_judged_by_the_probe_of_the_version_it_was_asked_for():
     """The next version may be written while an engine still catches up with the one before."""
     rng = Random(25)
@@ -806,4 +882,57 @@ def test_a_late_engine_is_judged_by_the_probe_of_the_version_it_was_asked_for():
     world.is_held = lambda event: False
     world.run(rng)
     assert world.ended is not None
+    assert world.ended.exit_code == 0
+
+
+def test_with_serial_reloads_the_others_serve_until_it_is_their_turn():
+    rng = Random(28)
+    world = started(total_steps=2, reload_strategy="serial")
+    run_until(world, rng, lambda w: w.publishing == 1)
+    world.is_held = is_reload_answer
+    run_until_stuck(world, rng)
+    (first,) = (e for e in world.pending if is_reload_answer(e))
+    assert (first.instance_id, world.routes) == (A, {B: 0})
+    world.pending.remove(first)
+    world.post(first)
+    (second,) = (e for e in world.pending if is_reload_answer(e))
+    assert (second.instance_id, world.routes) == (B, {})
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert world.ended.exit_code == 0
+    assert set(world.routes.values()) == {2}
+
+
+def test_why_nothing_can_be_reloaded_now_is_told():
+    rng = Random(29)
+    world = started(total_steps=3)
+    publication = world.control.publication
+    assert publication.why_not_refresh(None) == "no published version is served"
+    run_until(world, rng, lambda w: w.control.publication.committed == 0)
+    assert publication.why_not_refresh(None) == ""
+    world.is_held = lambda event: isinstance(event, events.ExportChecked)
+    run_until_stuck(world, rng)
+    assert publication.why_not_refresh(None) == "v1 is on its way"
+    world.is_held = is_reload_answer
+    run_until_stuck(world, rng)
+    assert publication.why_not_refresh(None) == "a reload is on its way"
+
+
+@pytest.mark.case("R-B82")
+def test_the_version_of_a_server_that_is_leaving_is_kept_with_the_committed_one():
+    rng = Random(30)
+    world = started(total_steps=2)
+    run_until(world, rng, lambda w: w.control.publication.committed == 0)
+    world.control.pool.on_replace_requested(A, now=world.now)
+    run_until(world, rng, lambda w: w.control.publication.committed == 1)
+    assert world.pinned[-1] == {0, 1}
+
+
+def test_after_a_lost_gang_no_version_is_committed_for_a_new_process_to_start_from():
+    rng = Random(31)
+    world = started(total_steps=3)
+    run_until(world, rng, lambda w: w.control.publication.committed == 1)
+    world.lose_gang()
+    assert world.control.publication.committed is None
+    world.run(rng)
     assert world.ended.exit_code == 0

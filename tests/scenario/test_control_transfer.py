@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from libra.ids import InstanceId
 from libra.pools.member import MemberState
-from libra.wire.rank import WeightsOffered, WeightsSent
+from libra.wire.rank import AcksJudged, WeightsOffered, WeightsSent
 from libra_supervisor import events
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.cycle import Phase
@@ -177,6 +177,29 @@ def test_a_late_servers_checksum_is_judged_by_rank_0_which_alone_knows_the_right
     run_to_the_end(world, rng)
 
 
+def test_a_verdict_on_a_batch_that_was_given_up_says_nothing_about_the_next_one():
+    rng = Random(6)
+    world = started(total_steps=8, offpolicyness=2.0)
+    run_until(world, rng, lambda w: w.trained)
+    world.is_held = lambda event: hasattr(event, "group")
+    while world.step(rng):
+        pass
+    world.kill_process(A)
+    run_until(world, rng, lambda w: any(_is_verdict(e) for e in w.pending))
+    late = next(e for e in world.pending if _is_verdict(e))
+    assert late.event.accepted == (A,)
+    world.pending.remove(late)
+    world.is_held = _is_verdict
+    run_until(world, rng, lambda w: w.reloads[-1].record.outcome == "cancelled: a newer version")
+    world.post(late)
+    for instance_id in (A, B):
+        world.suspect_process(instance_id)
+    record = world.reloads[-1].record
+    assert record.outcome.startswith("failed")
+    assert record.policy_version > late.event.policy_version
+    assert (record.accepted, record.slowest_instance) == ((), None)
+
+
 def test_a_server_that_the_operator_restarts_meanwhile_is_not_waited_for():
     rng = Random(13)
     world = started(total_steps=3)
@@ -266,6 +289,10 @@ def test_a_checksum_that_is_not_the_senders_is_refused():
 
 def _is_offer(event) -> bool:
     return isinstance(event, events.RankSaid) and isinstance(event.event, WeightsOffered)
+
+
+def _is_verdict(event) -> bool:
+    return isinstance(event, events.RankSaid) and isinstance(event.event, AcksJudged)
 
 
 def _is_ack_of(event, instance_id: InstanceId) -> bool:

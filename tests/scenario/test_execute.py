@@ -1,3 +1,4 @@
+import json
 import threading
 from typing import Any, cast
 
@@ -12,12 +13,16 @@ from libra.ids import PolicyVersion, RunId
 from libra.rollouts.batch import BatchShape
 from libra.rollouts.buffer import BufferState
 from libra.storage import arrival
+from libra.storage.atomic import atomic_write
 from libra.weights.manifest import MANIFEST_NAME
 from libra.wire.rank import SaveCheckpoint
 from libra_supervisor.loop import commands, execute
 from libra_supervisor.loop.execute import Executor, Ports, Terms
 from libra_supervisor.loop.rollout_state import RolloutState
+from libra_supervisor.records.reload import RefusedAck, StrayAck
+from libra_supervisor.records.writer import RecordsWriter
 from libra_supervisor.run_directory import RunDirectory
+from reload_messages import reload_ack, reload_request
 from trajectories import admitted, complete
 from weight_dirs import publish_weights
 
@@ -47,7 +52,7 @@ class RecordedRanks:
         self.has_been_told.set()
 
 
-def executor_in(directory, tasks, *, ranks=None, post=None) -> Executor:
+def executor_in(directory, tasks, *, ranks=None, engines=None, post=None) -> Executor:
     """An executor whose ports are made up as far as a test needs them."""
     nobody = cast("Any", None)
     terms = Terms(
@@ -60,11 +65,11 @@ def executor_in(directory, tasks, *, ranks=None, post=None) -> Executor:
     )
     ports = Ports(
         ranks=ranks,
-        engines=nobody,
+        engines=engines,
         rollouts=nobody,
         evaluations=nobody,
         routing=nobody,
-        records=nobody,
+        records=RecordsWriter(directory),
         judge=nobody,
         judge_probe=nobody,
     )
@@ -135,8 +140,10 @@ class Export:
                 manifest.write_bytes(self.files[manifest] + b" ")
 
     def show(self) -> None:
-        for path, content in self.files.items():
-            path.write_bytes(content)
+        # Whole files at once, as they appear on a shared disk: the check looks all the time.
+        for path, content in sorted(self.files.items(), key=lambda it: it[0].name == MANIFEST_NAME):
+            if not path.exists() or path.read_bytes() != content:
+                atomic_write(path, content)
 
     async def post(self, event) -> None:
         self.said.append(event)
@@ -176,3 +183,48 @@ async def test_an_export_that_never_shows_is_an_error_that_says_what_lacks(
     (checked,) = export.said
     assert str(export.path) in checked.error
     assert checked.receipt is None
+
+
+async def test_an_ack_without_a_batch_has_a_line_of_its_own_in_reloads(tmp_path):
+    directory = RunDirectory(tmp_path)
+    ack = reload_ack(reload_request(), "vllm-0")
+    stray = StrayAck(
+        policy_version=7, nonce=ack.nonce, refused_acks=(RefusedAck(ack, "late"),), wall_time_ns=5
+    )
+    async with anyio.create_task_group() as tasks:
+        executor = executor_in(directory, tasks)
+        executor.execute(commands.WriteStrayAck(stray))
+        await executor.until_written()
+    (line,) = directory.reloads.read_text().splitlines()
+    written = json.loads(line)
+    assert (written["policy_version"], written["nonce"]) == (7, "nonce-1")
+    assert written["outcome"] == "no batch"
+    assert written["refused_acks"][0]["ack"]["instance_id"] == "vllm-0"
+    assert written["refused_acks"][0]["reason"] == "late"
+
+
+class LoadingEngines:
+    """Engines of which one starts from `directories` at this moment."""
+
+    def __init__(self, *directories) -> None:
+        self._directories = frozenset(directories)
+
+    def loading_directories(self):
+        return self._directories
+
+
+@pytest.mark.case("R-B82")
+@pytest.mark.case("T-B70")
+async def test_a_version_that_a_server_holds_or_starts_from_outlives_newer_ones(tmp_path):
+    directory = RunDirectory(tmp_path)
+    versions = [PolicyVersion(number) for number in range(1, 8)]
+    for version in versions:
+        publish_weights(directory.weights, version)
+    (directory.weights / ".v000008").mkdir()
+    engines = LoadingEngines(directory.weights_of(PolicyVersion(4)))
+    async with anyio.create_task_group() as tasks:
+        executor = executor_in(directory, tasks, engines=engines)
+        executor.execute(commands.RetireVersions(frozenset({PolicyVersion(2)})))
+        await executor.until_written()
+    kept = sorted(path.name for path in directory.weights.iterdir())
+    assert kept == [".v000008", "v000002", "v000004", "v000006", "v000007"]

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from libra.config.weights import ReloadMethod, WeightsConfig
+from libra.config.weights import ReloadMethod, ReloadStrategy, WeightsConfig
 from libra.ids import (
     ChildId,
     GroupId,
@@ -118,6 +118,7 @@ class World:
         eval_rows: int = 0,
         eval_interval: int = 1,
         reload_method: ReloadMethod = "inplace",
+        reload_strategy: ReloadStrategy = "parallel",
         sync_mode: Literal["restart", "nccl"] = "restart",
         num_probes: int = 0,
         probe_error_of: Callable[[InstanceId], float] = lambda _: 0.0,
@@ -136,6 +137,10 @@ class World:
         self.written: list[commands.WriteStep] = []
         self.evaluated: list[commands.WriteEvaluation] = []
         self.reloads: list[commands.WriteReload] = []
+        self.stray_acks: list[commands.WriteStrayAck] = []
+        self.pinned: list[frozenset[PolicyVersion]] = []
+        """What was to be kept each time that versions were retired."""
+
         self.said: list[commands.Say] = []
         self.answers_as: dict[InstanceId, Incarnation] = {}
         """Strangers that answer in the place of a process, until it is replaced."""
@@ -182,6 +187,7 @@ class World:
                 sync_interval=sync_interval or 1,
                 rollout_weight_sync_mode=sync_mode,
                 rollout_weight_reload_method=reload_method,
+                rollout_weight_reload_strategy=reload_strategy,
             ),
             min_rollout_gpus=min_rollout_gpus,
             probe_token_ids=PROBE,
@@ -378,6 +384,8 @@ class World:
                 self.evaluated.append(command)
             case commands.WriteStep():
                 self.written.append(command)
+            case commands.WriteStrayAck():
+                self.stray_acks.append(command)
             case commands.WriteReload(record):
                 self.reloads.append(command)
                 assert len({ack.nonce for ack in record.acks} - {record.nonce}) == 0
@@ -396,8 +404,8 @@ class World:
                 self.replaced = command
             case commands.KnowInstance():
                 self.known.append(command)
-            case commands.RetireVersions():
-                pass
+            case commands.RetireVersions(pinned):
+                self.pinned.append(pinned)
 
     def _work(self, said) -> None:
         """Rank 0 is busy until it says so."""
@@ -497,7 +505,7 @@ class World:
             nonce=request.nonce,
             policy_version=self.processes[instance_id].version,
             method=self._reload_method,
-            strategy="parallel",
+            strategy=request.strategy,
             lock_wait_s=0.0,
             process_stop_s=0.0,
             model_load_s=0.1,

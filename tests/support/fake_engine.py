@@ -4,8 +4,8 @@ Every output token says which weights made it: `token = 1000 * weights + positio
 reads an answer can compare what is stamped on it with what is true.
 
 `run()` steps the engine every `step_s`; start it in a task group. `load_error` fails the next
-load with unknown weights, `transfer_outcome` is what the next part of a transfer says,
-`probe_error` makes the next probe's logprobs NaN, `calls` logs.
+load with unknown weights, `probe_error` makes the next probe's logprobs NaN, `transfer_outcome` is
+what the next part of a transfer says, `receive_error` fails its data, `calls` logs.
 """
 
 import math
@@ -68,6 +68,7 @@ class FakeAsyncLLM:
         self.pause_mode = None
         self.load_error = None
         self.transfer_outcome = TransferOutcome(checksum="sum")
+        self.receive_error = ""
         self.probe_error = False
         self.load_s = 0.5
         self.add_s = 0.0
@@ -194,6 +195,9 @@ class FakeAsyncLLM:
         self.weights = None
         await clock.sleep(self.load_s)
         outcome = self._outcome()
+        if self.receive_error:
+            outcome = TransferOutcome(error=self.receive_error).as_builtins()
+            self.receive_error = ""
         if not outcome["error"]:
             self.weights = int(nonce[1:].partition("-")[0])
         return [outcome]

@@ -1,5 +1,8 @@
 """Real transfers: ranks behind FakeSupervisor on one side, RealServers on the other."""
 
+import os
+import signal
+import time
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -94,3 +97,29 @@ async def ask(server, request: ReloadRequest, acks: dict[str, ReloadAck]) -> Non
     async with server.client() as client:
         with suppress(PeerError):
             acks[server.name] = await client.reload(request, timeout_s=120.0)
+
+
+async def stop_when_ready(server, request: ReloadRequest, *, num_workers: int) -> None:
+    """Stop the server's processes (SIGSTOP) when that many workers are about to receive.
+
+    Whoever sends to it then stands still in the middle of the data.
+    """
+    await anyio.to_thread.run_sync(_until_ready, request, num_workers)
+    os.killpg(server.process.pid, signal.SIGSTOP)
+
+
+def go_on(server) -> None:
+    os.killpg(server.process.pid, signal.SIGCONT)
+
+
+def _until_ready(request: ReloadRequest, num_workers: int) -> None:
+    # Torch takes seconds, and not everybody who transfers needs it here.
+    from libra.transfer.group import Signals, connect_store  # noqa: PLC0415
+
+    transfer = request.transfer
+    assert transfer is not None
+    store = connect_store(transfer.store_host, transfer.store_port)
+    signals = Signals(store, transfer.group_id)
+    while signals.count(f"ready/{request.nonce}") < num_workers:
+        signals.check()
+        time.sleep(0.001)

@@ -3,6 +3,7 @@ import socket
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra.rewards import sandbox
 from libra_supervisor.doctor import probes
 from libra_supervisor.doctor.findings import (
     GIB,
@@ -77,6 +78,16 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     assert not missing.ok
     assert "scripts/setup.sh" in missing.advice
     assert present.ok
+
+
+def test_a_reward_that_cannot_run_here_is_found_before_the_run(monkeypatch):
+    assert probes.reward_finding("exact_match").ok
+    assert probes.reward_finding("my_rewards:own").ok
+    assert probes.reward_finding("code").ok
+    monkeypatch.setattr(sandbox, "which", lambda _name: None)
+    finding = probes.reward_finding("code")
+    assert (finding.ok, finding.check) == (False, "reward code")
+    assert "install the package bubblewrap" in finding.detail + finding.advice
 
 
 def test_memory_and_disk_of_this_machine_are_positive(tmp_path):

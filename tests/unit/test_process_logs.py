@@ -1,5 +1,6 @@
 import errno
 import os
+import socket
 import threading
 from contextlib import aclosing
 from pathlib import Path
@@ -9,13 +10,14 @@ import pytest
 
 from libra.ids import ChildId
 from libra_supervisor.process.log_file import INDEX_SUFFIX, RECORD, LogFile
-from libra_supervisor.process.log_messages import SinkFailed, SinkRecovered
+from libra_supervisor.process.log_messages import AskTail, Attach, SinkFailed, SinkRecovered
 from libra_supervisor.process.log_reader import (
     LogQuery,
     children_logged,
     follow_lines,
     read_lines,
 )
+from libra_supervisor.process.log_relay import Relay
 from libra_supervisor.process.log_sink import (
     MAX_PENDING_BYTES,
     READ_BYTES,
@@ -182,6 +184,23 @@ def test_last_lines_say_whose_they_are():
     sink.remember(Stream.ERR, b"no end", 1)
     lines = [b"a", b"[rank 1] one", b"[rank 0] zero goes on", b"[rank 1] no end"]
     assert sink.last_lines(9) == lines
+
+
+@pytest.mark.case("R-B58")
+def test_last_words_are_read_though_the_disk_is_behind(tmp_path):
+    out_read, out_write = os.pipe()
+    err_read, err_write = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        relay = Relay(listener)
+        relay._attach(Attach(CHILD, str(tmp_path / "vllm-0.log"), 1 << 20, 3), out_read, err_read)
+        relay._sink_of[CHILD].add_pending(MAX_PENDING_BYTES)
+        os.write(out_write, b"flood\n")
+        os.write(err_write, b"traceback\n")
+        assert relay._tail(AskTail(1, CHILD, 10)) == ("flood", "traceback")
+        os.write(err_write, b"more\n")
+        assert relay._tail(AskTail(2, CHILD, 10)) == ("flood", "traceback", "more")
+    for fd in (out_write, err_write, out_read, err_read):
+        os.close(fd)
 
 
 class BrokenFile:

@@ -15,7 +15,7 @@ from libra_supervisor.ranks.watch import ANSWER_TO, UNANSWERED, RankWatch
 from reload_messages import reload_request
 
 ZERO, ONE = Rank(0), Rank(1)
-VERDICT = AcksJudged(PolicyVersion(7), (), {}, None, 0.0, 0.0)
+VERDICT = AcksJudged(PolicyVersion(7), "nonce-1", (), {}, None, 0.0, 0.0)
 JUDGE = JudgeAcks(reload_request(), ())
 
 

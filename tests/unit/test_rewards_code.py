@@ -41,7 +41,12 @@ def answer(program):
     return f"Let me think.\n```python\n{program}\n```\nDone."
 
 
-def run(program, *, timeout_s=20.0, stdin=""):
+def score(text, tests, **arguments):
+    """With time enough for a slow machine, unless a test is about time."""
+    return code(case(text, tests), **{"timeout_s": 60.0} | arguments)
+
+
+def run(program, *, timeout_s=60.0, stdin=""):
     return run_program(
         program, stdin=stdin, with_checks=False, timeout_s=timeout_s, memory_bytes=1 << 30
     )
@@ -82,7 +87,7 @@ def test_a_row_without_readable_tests_is_an_error_and_no_wrong_answer(given):
 
 
 @pytest.mark.parametrize(
-    ("program", "tests", "score"),
+    ("program", "tests", "wanted"),
     [
         ("def double(n):\n    return 2 * n", "assert double(4) == 8", 1.0),
         ("def double(n):\n    return n", "assert double(4) == 8", 0.0),
@@ -95,17 +100,17 @@ def test_a_row_without_readable_tests_is_an_error_and_no_wrong_answer(given):
         ("def f(): return 1\nif __name__ == '__main__': input()", "assert f() == 1", 1.0),
     ],
 )
-def test_a_program_passes_when_all_its_tests_do(program, tests, score):
-    assert code(case(answer(program), tests)) == score
+def test_a_program_passes_when_all_its_tests_do(program, tests, wanted):
+    assert score(answer(program), tests) == wanted
 
 
 def test_the_answer_field_may_hold_the_tests():
-    assert code(case(answer("x = 3"), None, answer="assert x == 3")) == 1.0
+    assert code(case(answer("x = 3"), None, answer="assert x == 3"), timeout_s=60.0) == 1.0
 
 
 def test_partial_credit_is_the_share_of_tests_that_pass():
     tests = ["assert f(1) == 1", "assert f(2) == 1", "assert f(3) == 1", "assert f(3) == 3"]
-    assert code(case(answer("def f(n): return n"), tests), partial=True) == 0.5
+    assert score(answer("def f(n): return n"), tests, partial=True) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -120,7 +125,7 @@ def test_partial_credit_is_the_share_of_tests_that_pass():
     ],
 )
 def test_ending_early_is_not_passing(program):
-    assert code(case(answer(program), "assert False")) == 0.0
+    assert score(answer(program), "assert False") == 0.0
 
 
 @pytest.mark.case("T-B76")
@@ -135,8 +140,8 @@ def test_ending_early_is_not_passing(program):
 )
 def test_a_program_without_end_has_failed_in_time_and_leaves_nothing(program):
     memory_mb = 517 + os.getpid() % 100
-    case_of = case(answer(program), ["assert True"] * 3)
-    assert code(case_of, timeout_s=1.0, memory_mb=memory_mb) == 0.0
+    three = ["assert True"] * 3
+    assert score(answer(program), three, timeout_s=1.0, memory_mb=memory_mb) == 0.0
     ends_at = clock.monotonic() + 20.0
     while is_running(memory_mb):
         assert clock.monotonic() < ends_at, "the program is still there"
@@ -144,7 +149,7 @@ def test_a_program_without_end_has_failed_in_time_and_leaves_nothing(program):
 
 @pytest.mark.case("T-B76")
 def test_memory_processes_and_disk_are_bounded():
-    assert code(case(answer("x = bytearray(3 << 30)"), "assert True")) == 0.0
+    assert score(answer("x = bytearray(3 << 30)"), "assert True") == 0.0
     forks = "import os, time\nfor n in range(200):\n    try: pid = os.fork()\n"
     forks += "    except OSError: break\n    if not pid: time.sleep(1); os._exit(0)\nprint(n)"
     assert 0 < int(run(forks).output) < MAX_PROCESSES

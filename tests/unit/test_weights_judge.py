@@ -1,10 +1,17 @@
 import math
 
+import msgspec
 import pytest
 
 from libra.errors import InvariantError
-from libra.weights.judge import BY_TRANSFER, judge_acks, probe_tolerance_of
-from libra.wire.instance import WeightsTransfer
+from libra.weights.judge import (
+    BY_RECEIPT,
+    BY_TRANSFER,
+    ack_problems,
+    judge_acks,
+    probe_tolerance_of,
+)
+from libra.wire.instance import WeightsReceipt, WeightsTransfer
 from reload_messages import reload_ack, reload_request
 
 REQUEST = reload_request()
@@ -96,6 +103,15 @@ def test_rounding_of_the_sum_is_not_taken_for_a_lie():
 def test_a_restart_may_take_time_to_stop_the_old_process():
     ack = reload_ack(REQUEST, "a", method="restart", process_stop_s=0.4)
     assert judged(ack).accepted == ("a",)
+
+
+def test_a_process_that_started_from_a_version_has_read_it_itself():
+    request = reload_request(receipt=WeightsReceipt("boot", ()))
+    inplace = reload_ack(request, "a", verified=BY_RECEIPT)
+    assert ack_problems(request, inplace) == ()
+    restarted = msgspec.structs.replace(inplace, method="restart")
+    (problem,) = ack_problems(request, restarted)
+    assert problem.startswith("it verified ['manifest', 'receipt'")
 
 
 def test_the_tolerance_depends_on_the_dtype():

@@ -134,6 +134,16 @@ def test_a_request_that_did_not_get_through_is_not_waited_for(method):
     assert batch.on_undelivered("c", "connection reset", now=2.0) == ()
 
 
+def test_an_instance_that_leaves_after_its_ack_is_not_committed():
+    batch = batch_of(member("a"), member("b"), min_rollout_gpus=2)
+    batch.start(now=0.0)
+    acks = [reload_ack(REQUEST, i) for i in "ab"]
+    for ack in acks:
+        batch.on_ack(ack, now=1.0)
+    assert batch.on_left("b", now=2.0) == ()
+    assert batch.on_judged(verdict_on(*acks)) == (CommitVersion(7, {"a": "a#1"}),)
+
+
 def test_an_instance_lost_after_its_ack_is_not_committed():
     batch = batch_of(member("a"), member("b"))
     batch.start(now=0.0)
@@ -240,15 +250,14 @@ def test_a_cancelled_batch_answers_nothing_any_more():
     assert batch.state == "cancelled"
 
 
-def test_a_verdict_on_another_version_is_ignored():
+def test_a_verdict_on_another_batch_is_ignored():
     batch = batch_of(member("a"))
     batch.start(now=0.0)
     ack = reload_ack(REQUEST, "a")
     assert batch.on_judged(verdict_on(ack)) == ()
     batch.on_ack(ack, now=1.0)
-    other = judge_acks(
-        reload_request(policy_version=6), [], trainer_probe_logprobs=(), probe_tolerance=1.0
-    )
+    earlier_try = reload_request(nonce="nonce-0")
+    other = judge_acks(earlier_try, [], trainer_probe_logprobs=(), probe_tolerance=1.0)
     assert batch.on_judged(other) == ()
     assert batch.state == "judging"
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import anyio.to_thread
 
 from libra.ids import ChildId, RunId
+from libra.storage.atomic import sweep_unfinished
 from libra.tracing.log import get_log
 from libra_supervisor.journal import ChildRecord, StateFile
 from libra_supervisor.process.identity import ProcessIdentity, is_running
@@ -52,7 +53,15 @@ async def take_over(
     for row in await end_run(run_id, kernel, kept=identities):
         _log.warning("leftover_does_not_end", pid=row.pid, name=row.name)
     logs.keep_only(frozenset(kept))
+    await anyio.to_thread.run_sync(_sweep, directory)
     return kept
+
+
+def _sweep(directory: RunDirectory) -> None:
+    """Remove half-written and half-removed versions and checkpoints; their writers have ended."""
+    for parent in (directory.weights, directory.checkpoints):
+        for path in sweep_unfinished(parent):
+            _log.info("leftover_removed", path=str(path))
 
 
 def why_not(

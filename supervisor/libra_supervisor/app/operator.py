@@ -99,12 +99,18 @@ class Operator:
             case "drain" | "undrain" | "restart":
                 return await self._on_engine(verb, request.target)
             case "reload":
-                await self._inbox.post(ReloadRequested())
-                return VerbReply(ok=True, message="reload of every engine begun")
+                return await self._reload()
             case "explain":
                 return self._explain(request)
             case "replan":
                 return VerbReply(ok=False, message=f"{verb} is not available yet")
+
+    async def _reload(self) -> VerbReply:
+        control = self._control
+        if why := control.publication.why_not_refresh(control.cycle.held_version):
+            return VerbReply(ok=False, message=f"nothing is reloaded: {why}")
+        await self._inbox.post(ReloadRequested())
+        return VerbReply(ok=True, message="reload of every engine begun")
 
     def progress(self) -> Progress:
         """One look at the run, for the display too."""

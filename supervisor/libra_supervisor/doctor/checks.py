@@ -29,12 +29,12 @@ def check_site(
     *,
     held: Held = NOTHING,
 ) -> list[Finding]:
-    """Packages, memory, disk and ports, every one of them, whether it is fine or not.
+    """Packages, the reward, memory, disk and ports, every one of them, whether it is fine or not.
 
     `held` is what the run itself has from an earlier supervisor, and counts as available.
     """
     num_parameters = stored_parameters(Path(config.model.model_path))
-    findings = probes.package_findings()
+    findings = [*probes.package_findings(), probes.reward_finding(config.data.reward)]
     if device == "cpu":
         needed = host_memory_bytes(_host_demand(config, plan, num_parameters))
         available = probes.available_memory_bytes() + held.num_bytes

@@ -1,4 +1,4 @@
-"""Looks at the machine: memory within the cgroup's limit, disk, packages, ports."""
+"""Looks at the machine: memory within the cgroup's limit, disk, packages, ports, rewards."""
 
 import errno
 import importlib.util
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from libra.errors import SiteError
+from libra.rewards.loading import require_for
 from libra_supervisor.doctor.findings import Finding
 
 PACKAGES = {
@@ -45,6 +47,16 @@ def free_disk_bytes(directory: Path) -> int:
 def package_findings() -> list[Finding]:
     """Look for each package that children import, without importing it."""
     return [_package_finding(module, name) for module, name in PACKAGES.items()]
+
+
+def reward_finding(name: str) -> Finding:
+    """Try what the reward of that name needs besides Libra."""
+    try:
+        require_for(name)
+    except SiteError as error:
+        detail, _, advice = str(error).partition(": ")
+        return Finding(check=f"reward {name}", ok=False, detail=detail, advice=advice)
+    return Finding(check=f"reward {name}", ok=True, detail="what it needs is here")
 
 
 def port_finding(host: str, port: int, key: str) -> Finding:

@@ -11,7 +11,7 @@ from libra.wire.instance import ReloadRequest
 from libra.wire.rank import RankCommand, RecomputeProbed
 from libra_supervisor.loop.rollout_state import RolloutState
 from libra_supervisor.records.evaluation import EvaluationRecord
-from libra_supervisor.records.reload import ReloadRecord
+from libra_supervisor.records.reload import ReloadRecord, StrayAck
 from libra_supervisor.records.step import StepRecord
 
 
@@ -150,6 +150,10 @@ class WriteReload(msgspec.Struct, frozen=True, tag=True):
     record: ReloadRecord
 
 
+class WriteStrayAck(msgspec.Struct, frozen=True, tag=True):
+    record: StrayAck
+
+
 class RetireVersions(msgspec.Struct, frozen=True, tag=True):
     """Delete published versions that nobody needs any more."""
 
@@ -205,6 +209,7 @@ Command: TypeAlias = (
     | WriteEvaluation
     | WriteStep
     | WriteReload
+    | WriteStrayAck
     | RetireVersions
     | JudgeProbe
     | ChangePlan

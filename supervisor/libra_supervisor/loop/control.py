@@ -184,7 +184,12 @@ class Control:
         self.pool.on_gave_up(instance_id, event.reason, now=at.now)
         left = self.pool.num_possible_gpus
         if left >= self._policy.min_rollout_gpus:
-            return (commands.Unroute(instance_id),)
+            said: dict[str, object] = {
+                "instance": instance_id,
+                "why": event.reason,
+                "cause": event.first_cause,
+            }
+            return (commands.Unroute(instance_id), commands.Say("instance_given_up", said, True))
         lines = "\n".join(event.last_lines[-20:])
         reason = (
             f"{instance_id} failed {event.num_failures} times and was given up "
@@ -300,7 +305,9 @@ class Control:
             case events.InstanceDoubted(instance_id):
                 return self._on_instance_doubted(instance_id)
             case events.ReloadAnswered(ack=ack) if ack is not None:
-                return self.publication.on_ack(ack, at=at)
+                return self.publication.on_ack(
+                    ack, asked=event.instance_id, nonce=event.nonce, at=at
+                )
             case events.ReloadAnswered():
                 return self.publication.on_undelivered(
                     event.instance_id, event.nonce, event.error, at=at

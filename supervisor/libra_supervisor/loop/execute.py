@@ -154,7 +154,7 @@ class Executor:
             case commands.WriteStep():
                 # What the engines did in the step is read off here, the rest is done in a thread.
                 self._write(self._write_step, command, ports.judge(command))
-            case commands.WriteReload(record):
+            case commands.WriteReload(record) | commands.WriteStrayAck(record):
                 self._write(ports.records.write_reload, record)
             case commands.RetireVersions(pinned):
                 loading = ports.engines.loading_directories()

@@ -44,11 +44,12 @@ from libra_supervisor.loop.commands import (
     TellRankZero,
     Unroute,
     WriteReload,
+    WriteStrayAck,
 )
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.open_batch import OpenBatch, ReloadCounts, disagreement
 from libra_supervisor.loop.transfer_desk import TransferDesk
-from libra_supervisor.records.reload import RefusedAck
+from libra_supervisor.records.reload import RefusedAck, StrayAck
 
 MAX_FAILED_BATCHES = 3
 """In a row, for one version: by then it is the weights or the site, not a process that died."""
@@ -220,22 +221,46 @@ class Publication:
 
     def refresh(self, at: Moment, *, held: PolicyVersion | None = None) -> tuple[Command, ...]:
         """Load the committed version into every engine that answers, once more."""
-        if self._open is not None or not self._can_give(held):
-            # What was exported last may not even have been checked yet.
-            why = "a reload is on its way"
-            if self._open is None and self._terms.transfers:
-                why = "the ranks do not hold the served version any more, or are busy"
+        if why := self.why_not_refresh(held):
             return (Say("reload_refused", {"why": why}, is_warning=True),)
         members = self._members_in(self._pool.answering_ids)
         return self._start(members, is_catch_up=True, at=at) if members else ()
 
-    def on_ack(self, ack: ReloadAck, *, at: Moment) -> tuple[Command, ...]:
+    def why_not_refresh(self, held: PolicyVersion | None) -> str:
+        """Why `refresh` would do nothing now; empty when it would load the committed version."""
+        if self._open is not None:
+            return "a reload is on its way"
+        if self._committed is None or self._exported is None:
+            return "no published version is served"
+        if self._exported.policy_version != self._committed:
+            # It may not even have been checked yet.
+            return f"v{self._exported.policy_version} is on its way"
+        if not self._can_give(held):
+            return "the ranks do not hold the served version any more, or are busy"
+        return ""
+
+    def on_ack(
+        self, ack: ReloadAck, *, asked: InstanceId, nonce: str, at: Moment
+    ) -> tuple[Command, ...]:
+        """Take what the server `asked` answered to the request with `nonce`.
+
+        It answers once: when that is refused, nothing is left to wait for.
+        """
+        if ack.instance_id != asked:
+            reason = f"{asked} was asked and answered as {ack.instance_id}"
+            refused = self._refuse(ack, reason, at=at)
+            return (*refused, *self.on_undelivered(asked, nonce, reason, at=at))
         if self._open is None:
-            return (self._refuse(ack, "no reload batch is open"),)
-        commands = self._open.batch.on_ack(ack, now=at.now)
-        if not any(isinstance(command, batches.RefuseAck) for command in commands):
+            return self._refuse(ack, "no reload batch is open", at=at)
+        batch = self._open.batch
+        commands = batch.on_ack(ack, now=at.now)
+        reason = "; ".join(it.reason for it in commands if isinstance(it, batches.RefuseAck))
+        if not reason:
             self._open.acks.append(ack)
-        return self._apply(commands, at=at)
+        done = self._apply(commands, at=at)
+        if not reason or nonce != batch.request.nonce or asked not in batch.in_flight:
+            return done
+        return (*done, *self.on_undelivered(asked, nonce, reason, at=at))
 
     def on_undelivered(
         self, instance_id: InstanceId, nonce: str, error: str, *, at: Moment
@@ -264,7 +289,8 @@ class Publication:
         return (*broken, *self._apply(self._open.batch.on_left(instance_id, now=at.now), at=at))
 
     def on_judged(self, verdict: AcksJudged, *, at: Moment) -> tuple[Command, ...]:
-        if self._open is None or self._judges_itself(self._open):
+        """Rank 0's verdict; one on a batch that was given up meanwhile says nothing any more."""
+        if self._open is None or verdict.nonce != self._open.batch.request.nonce:
             return ()
         return self._judged(self._open, verdict, at=at)
 
@@ -347,7 +373,7 @@ class Publication:
                     done.append(Unroute(member.instance_id, is_draining=True))
                     done.append(SendReload(member.instance_id, member.incarnation, request))
                 case batches.RefuseAck(ack, reason):
-                    done.append(self._refuse(ack, reason))
+                    done += self._refuse(ack, reason, at=at)
                 case batches.Quarantine(instance_id, reason):
                     done += self._break_off(instance_id, reason)
                     done += self._quarantine(instance_id, reason, at=at)
@@ -434,12 +460,21 @@ class Publication:
         self._open = None
         return (*done, *self.catch_up(at=at))
 
-    def _refuse(self, ack: ReloadAck, reason: str) -> Say:
+    def _refuse(self, ack: ReloadAck, reason: str, *, at: Moment) -> tuple[Command, ...]:
         self.counts.num_refused_acks += 1
-        if self._open is not None:
-            self._open.refused_acks.append(RefusedAck(ack, reason))
         fields: dict[str, object] = {"instance": ack.instance_id, "nonce": ack.nonce, "why": reason}
-        return Say("ack_refused", fields, is_warning=True)
+        said = Say("ack_refused", fields, is_warning=True)
+        refused = RefusedAck(ack, reason)
+        if self._open is not None:
+            self._open.refused_acks.append(refused)
+            return (said,)
+        stray = StrayAck(
+            policy_version=ack.policy_version,
+            nonce=ack.nonce,
+            refused_acks=(refused,),
+            wall_time_ns=at.wall_ns,
+        )
+        return (said, WriteStrayAck(stray))
 
     def _quarantine(
         self, instance_id: InstanceId, reason: str, *, at: Moment

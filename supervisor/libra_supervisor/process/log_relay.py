@@ -128,9 +128,9 @@ class Relay:
 
     # Pipes
 
-    def _read(self, source: Source) -> bool:
+    def _read(self, source: Source, *, even_if_full: bool = False) -> bool:
         """Take one chunk; False when there is none now."""
-        if source.sink.is_full and not self._writer.is_stuck:
+        if source.sink.is_full and not self._writer.is_stuck and not even_if_full:
             self._pause(source)
             return False
         try:
@@ -142,12 +142,12 @@ class Relay:
         if num_bytes == 0:
             self._end(source)
             return False
-        self._take(source, Chunk(self._buffer, num_bytes))
+        self._take(source, Chunk(self._buffer, num_bytes), even_if_full=even_if_full)
         return True
 
-    def _take(self, source: Source, chunk: Chunk) -> None:
+    def _take(self, source: Source, chunk: Chunk, *, even_if_full: bool) -> None:
         source.sink.remember(source.stream, chunk.data, source.rank)
-        if source.sink.is_full:
+        if source.sink.is_full and not even_if_full:
             source.sink.drop(len(chunk), "the disk does not take writes")
             return
         self._writer.put(source.sink, source.stream, chunk, source.rank)
@@ -244,6 +244,10 @@ class Relay:
         for source in sorted(sources, key=lambda source: source.rank is None):
             while source.fd in self._sources and self._read(source):
                 pass
+            if source.is_paused:
+                # The disk is behind. A flood on stdout must not keep back a traceback on stderr;
+                # one read takes a whole pipe.
+                self._read(source, even_if_full=True)
         return tuple(shown(line) for line in sink.last_lines(ask.num_lines))
 
     def _hand_over(self, link: Link, request: int) -> None:

@@ -2,9 +2,9 @@
 
 A failure asks two budgets. The intensity window allows `max_in_window` restarts within `window_s`
 (a fast loop ends there). The no-progress budget allows `max_without_progress` restarts in a row
-between which the child did nothing useful (a slow loop, one death per twenty minutes, ends
-there). The delay grows with the restarts still inside the window and is capped and jittered, so
-that a fleet that fell together does not come back together.
+between which the child did nothing useful, or not for `stable_s` yet (a slow loop, one death per
+twenty minutes, ends there). The delay grows with the restarts still inside the window and is capped
+and jittered, so that a fleet that fell together does not come back together.
 """
 
 from collections import deque
@@ -26,6 +26,7 @@ class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_in_window: int = 5
     window_s: float = 600.0
     max_without_progress: int = 3
+    stable_s: float = 1800.0
 
 
 class RestartAfter(msgspec.Struct, frozen=True):
@@ -51,6 +52,7 @@ def policy_from(config: SupervisionConfig) -> RestartPolicy:
         max_in_window=config.restart_max_in_window,
         window_s=config.restart_window_s,
         max_without_progress=config.restart_max_without_progress,
+        stable_s=config.restart_stable_s,
     )
 
 
@@ -60,6 +62,7 @@ class RestartBudget:
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self._restarted_at: deque[float] = deque()
+        self._failed_at: float | None = None
         self._num_without_progress = 0
         self._num_failures = 0
         self._first_cause = ""
@@ -69,9 +72,13 @@ class RestartBudget:
         """Failures since the start or since the last time the window was empty."""
         return self._num_failures
 
-    def on_progress(self) -> None:
-        """Note that the child did something useful: served a request, trained a step."""
-        self._num_without_progress = 0
+    def on_progress(self, *, now: float) -> None:
+        """Note that the child did something useful: served a request, trained a new step.
+
+        It clears the row of failures once the last of them is `stable_s` ago.
+        """
+        if self._failed_at is None or now - self._failed_at >= self._policy.stable_s:
+            self._num_without_progress = 0
 
     def on_failure(self, cause: str, *, now: float, rng: Random) -> RestartDecision:
         """Decide after an exit that nobody asked for. `cause` is a sentence for the operator."""
@@ -79,6 +86,7 @@ class RestartBudget:
         if self._num_failures == 0:
             self._first_cause = cause
         self._num_failures += 1
+        self._failed_at = now
         if (spent := self._spent()) is not None:
             return GiveUp(spent, self._first_cause, self._num_failures)
         delay_s = self._delay_s(rng)

@@ -100,8 +100,8 @@ class Supervision:
         self._asked.set()
 
     def note_progress(self) -> None:
-        """Note that the child did something useful: served a request, trained a step."""
-        self._budget.on_progress()
+        """Note that the child did something useful: served a request, trained a new step."""
+        self._budget.on_progress(now=clock.now())
 
     def status(self) -> ChildStatus:
         return self._status

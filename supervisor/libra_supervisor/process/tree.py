@@ -91,11 +91,11 @@ class Tree:
     async def end(self, deadlines: StopDeadlines, *, hurry: anyio.Event | None = None) -> TreeEnded:
         """Run the ladder; bounded by term_grace_s + kill_wait_s and the time of one sweep."""
         began_at = clock.now()
-        # Segments are read while their owners live.
-        await self.observe()
-        in_grace = deadlines.term_grace_s > 0 and await self._ask(deadlines, hurry or anyio.Event())
+        in_grace = False
         if deadlines.term_grace_s > 0:
+            # The leader's end hides what belonged to it.
             await self.observe()
+            in_grace = await self._ask(deadlines, hurry or anyio.Event())
         survivors, num_killed = await self._kill(deadlines.kill_wait_s)
         # The leader stays: its pid is its owner's to release.
         leader_key = (self._leader.pid, self._leader.start_ticks)
@@ -126,10 +126,16 @@ class Tree:
         return is_gone
 
     async def _kill(self, kill_wait_s: float) -> tuple[tuple[ProcessRow, ...], int]:
+        is_first = True
+
         async def look() -> tuple[ProcessRow, ...]:
-            if self._cgroup is not None:
+            # Segments are read once, while their owners live.
+            nonlocal is_first
+            if self._cgroup is not None and not is_first:
                 await self._kernel.kill_cgroup(self._cgroup)
-            return await self._look(with_segments=False)
+            rows = await self._look(with_segments=is_first)
+            is_first = False
+            return rows
 
         return await kill_until_gone(self._kernel, look, kill_wait_s=kill_wait_s)
 

@@ -12,12 +12,13 @@ from random import Random
 from typing import Final, TypeAlias
 
 import anyio
+import msgspec
 
 from libra import clock
 from libra.config.supervision import SupervisionConfig
 from libra.errors import ChildError, PeerError, ungrouped
 from libra.ids import Incarnation, Rank
-from libra.wire.rank import Hello, RankCommand, RankEvent, Shutdown
+from libra.wire.rank import Hello, RankCommand, RankEvent, Shutdown, StepTrained
 from libra_supervisor.events import (
     ChildEvent,
     ChildGaveUp,
@@ -58,6 +59,7 @@ _LONGEST_GRACE_S: Final = 5.0
 _TORCHRUN_LEAVES_S: Final = 1.0
 _FINAL_EXIT_CODES: Final = (2, 5, 6)
 _CHILD_FAILED: Final = 4
+_NUM_SHOWN_LINES: Final = 20
 
 GangEvent: TypeAlias = ChildEvent | GangReady | RankSaid | GangLost | GangGaveUp
 Choose: TypeAlias = Callable[[int], Awaitable[Path | None]]
@@ -84,12 +86,14 @@ class Gang:
         """`hindrance` says why an attempt has to wait: memory in use on its devices."""
         self._site = site
         self._post = post
-        self._hooks = _GangHooks(site, config, choose, post, hindrance)
+        self._newest_step = 0
+        self._hooks = _GangHooks(site, config, choose, self._hear, hindrance)
         self._supervision = Supervision(
             TRAINER_ID,
             self._hooks,
             spawner=spawner,
-            budget=RestartBudget(policy_from(config)),
+            # A step is minutes of work of all ranks: it is progress whenever it comes.
+            budget=RestartBudget(msgspec.structs.replace(policy_from(config), stable_s=0.0)),
             deadlines=gang_deadlines(config),
             post=self._pass_on,
             rng=rng,
@@ -119,10 +123,6 @@ class Gang:
         """Start another attempt on purpose; costs nothing of the budget."""
         self._supervision.restart()
 
-    def note_progress(self) -> None:
-        """A step was trained: failures before it no longer count as a row."""
-        self._supervision.note_progress()
-
     def status(self) -> ChildStatus:
         return self._supervision.status()
 
@@ -150,13 +150,28 @@ class Gang:
     async def until_down(self) -> None:
         await self._supervision.until_down()
 
+    async def _hear(self, event: GangEvent) -> None:
+        # A step trained once more, after a restart, is no progress.
+        if (
+            isinstance(event, RankSaid)
+            and isinstance(event.event, StepTrained)
+            and event.event.step > self._newest_step
+        ):
+            self._newest_step = event.event.step
+            self._supervision.note_progress()
+        await self._post(event)
+
     async def _pass_on(self, event: ChildEvent) -> None:
         await self._post(event)
         if isinstance(event, ChildRestartScheduled):
             await self._post(GangLost(self.attempt, self._supervision.status().last_error))
         elif isinstance(event, ChildGaveUp):
-            reason = f"{event.reason}; first cause: {event.first_cause}"
-            await self._post(GangGaveUp(self._hooks.exit_code, reason))
+            reason = (
+                f"the trainer failed {event.num_failures} times and was given up "
+                f"({event.reason}); first cause: {event.first_cause}"
+            )
+            lines = "\n".join(("", *event.last_lines[-_NUM_SHOWN_LINES:]))
+            await self._post(GangGaveUp(self._hooks.exit_code, f"{reason}{lines}"))
 
 
 def gang_deadlines(config: SupervisionConfig) -> Deadlines:

@@ -13,6 +13,16 @@ class RefusedAck(msgspec.Struct, frozen=True):
     reason: str
 
 
+class StrayAck(msgspec.Struct, frozen=True, kw_only=True):
+    """An ACK that came when no batch was open: a line of its own, with the names of a batch's."""
+
+    policy_version: PolicyVersion | None
+    nonce: str
+    refused_acks: tuple[RefusedAck, ...]
+    outcome: str = "no batch"
+    wall_time_ns: int
+
+
 class ReloadRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How the engines came to one version, as the trainer judged it."""
 

@@ -10,7 +10,7 @@ from libra.rollouts.group import CompleteGroup
 from libra.rollouts.trajectory import Trajectory
 from libra.storage.atomic import atomic_write
 from libra_supervisor.records.evaluation import EvaluationRecord
-from libra_supervisor.records.reload import ReloadRecord
+from libra_supervisor.records.reload import ReloadRecord, StrayAck
 from libra_supervisor.records.step import StepRecord
 from libra_supervisor.records.trackers import Trackers
 from libra_supervisor.run_directory import RunDirectory
@@ -59,7 +59,7 @@ class RecordsWriter:
         )
         append_line(self._directory.evaluations, msgspec.json.encode(record))
 
-    def write_reload(self, record: ReloadRecord) -> None:
+    def write_reload(self, record: ReloadRecord | StrayAck) -> None:
         append_line(self._directory.reloads, msgspec.json.encode(record))
 
 

@@ -36,8 +36,24 @@ def lines_of(run, child, incarnation):
 
 
 def record_of(run, child):
-    state = StateFile(run.run_dir / "state.json").load()
-    return next(record for record in state.children if record.child_id == child)
+    return next(record for record in state_of(run).children if record.child_id == child)
+
+
+def state_of(run):
+    return StateFile(run.run_dir / "state.json").load()
+
+
+def leave_unfinished(run):
+    """What killed writers and removers of weights and checkpoints leave behind."""
+    leftovers = [
+        run.run_dir / "weights" / ".v000001.discarded",
+        run.run_dir / "weights" / ".v000999.partial",
+        run.run_dir / "checkpoints" / ".step_000001.discarded",
+    ]
+    for path in leftovers:
+        path.mkdir(exist_ok=True)
+        (path / "model.safetensors").write_bytes(b"half of it")
+    return leftovers
 
 
 def versions_are_asked_and_settled(run):
@@ -59,11 +75,13 @@ def test_live_servers_go_on_under_the_new_supervisor(fake_run):
     incarnations = {child: record_of(run, child).incarnation for child in ENGINES}
     run.kill()
     killed_at_step = max(run.steps())
+    leftovers = leave_unfinished(run)
     num_lines = {child: len(lines_of(run, child, incarnations[child])) for child in ENGINES}
     time.sleep(0.5)
     run.start("--resume")
     run.until_step(killed_at_step + 3)
     assert servers(run) == before
+    assert not any(path.exists() for path in leftovers)
     for child in ENGINES:
         (_, again) = started(run, child)
         assert (again["is_adopted"], again["pid"]) == (True, before[child])
@@ -157,7 +175,7 @@ def test_a_server_that_was_loading_is_adopted_and_waited_for(fake_run):
     run.env["FAKE_SERVER"] = '{"start_s": 4}'
     run.start()
     before = run.until(lambda: len(s := servers(run)) == 2 and s)
-    run.until(lambda: len(StateFile(run.run_dir / "state.json").load().children) >= 2)
+    run.until(lambda: {record.child_id for record in state_of(run).children} >= set(ENGINES))
     run.kill()
     run.start("--resume")
     run.until_step(2)

@@ -6,6 +6,7 @@ Each token of the fake engine tells which weights made it, which is what stamps 
 import random
 
 import anyio
+import msgspec
 import pytest
 
 from fake_engine import TOKEN_RADIX
@@ -121,8 +122,8 @@ async def test_errors_of_the_engine_pass_unchanged(app, running):
 class Traffic:
     """Requests and reloads at random moments, and what came of them."""
 
-    def __init__(self, app, seed):
-        self.app, self.rng = app, random.Random(seed)
+    def __init__(self, app, seed, *, by_transfer):
+        self.app, self.rng, self.by_transfer = app, random.Random(seed), by_transfer
         self.answered, self.refused = [], []
 
     async def ask(self, how):
@@ -145,11 +146,17 @@ class Traffic:
 
     async def reload_once(self, version, fault):
         engine = self.app.engine
-        engine.load_error = RuntimeError("torn") if fault == "load" else None
         engine.probe_error = fault == "probe"
         engine.load_s = self.rng.uniform(0.0, 0.3)
         mode = self.rng.choice(["keep", "keep", "wait", "abort"])
-        ack = await self.app.reload(version, pause_mode=mode, force=True)
+        if not self.by_transfer:
+            engine.load_error = RuntimeError("torn") if fault == "load" else None
+            ack = await self.app.reload(version, pause_mode=mode, force=True)
+        else:
+            request = self.app.transfer_for(version)
+            engine.receive_error = "torn" if fault == "load" else ""
+            request = msgspec.structs.replace(request, pause_mode=mode, force=True)
+            ack = await self.app.receive(request)
         assert (ack.error is None) == (fault == "")
         state = await self.app.state()
         assert state["policy_version"] == (None if fault else version)
@@ -172,10 +179,13 @@ def check_stamps(how, answer):
 
 
 @pytest.mark.case("T-B72")
+@pytest.mark.parametrize("by_transfer", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-async def test_under_random_traffic_and_reloads_no_token_is_mislabelled(app, running, seed):
+async def test_under_random_traffic_and_reloads_no_token_is_mislabelled(
+    app, running, seed, by_transfer
+):
     """Requests enter, wait, stream and end at any moment of good and failing reloads."""
-    traffic = Traffic(app, seed)
+    traffic = Traffic(app, seed, by_transfer=by_transfer)
     async with running(), anyio.create_task_group() as tasks:
         tasks.start_soon(traffic.reload_now_and_then)
         for _ in range(100):

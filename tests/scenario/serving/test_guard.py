@@ -15,8 +15,10 @@ from libra.serving import reload as serving_reload
 from libra.serving.middleware import MAX_RELOAD_BYTES, WEIGHT_ROUTES
 from libra.storage.arrival import VISIBLE_WITHIN_S
 from libra.storage.manifests import read_manifest, verify_weights
+from libra.storage.receipt import stamps_of
 from libra.weights.judge import ack_problems, judge_acks
 from libra.weights.manifest import MANIFEST_NAME
+from libra.wire.instance import WeightsReceipt
 from weight_dirs import describe_version, publish_weights, tiny_tensors
 
 pytestmark = pytest.mark.anyio
@@ -124,10 +126,13 @@ async def test_reload_needs_the_token_and_a_request_of_the_right_shape(app, runn
         ({"weights_directory": "WEIGHTS/../base"}, "not a version under"),
         ({"weights_directory": "WEIGHTS/v000009"}, "not complete"),
         ({"weights_directory": "WEIGHTS/link"}, "not a version under"),
+        ({"weights_directory": "WEIGHTS/loop"}, "not a version under"),
+        ({"weights_directory": "WEIGHTS/v\0"}, "not a version under"),
     ],
 )
 async def test_a_request_that_must_not_be_served_changes_nothing(app, running, changes, message):
     (app.weights_directory / "link").symlink_to(app.weights_directory.parent / "base")
+    (app.weights_directory / "loop").symlink_to(app.weights_directory / "loop")
     app.engine.step_s = 5.0  # what is not there is waited for, and a step costs real time
     if "weights_directory" in changes:
         path = changes["weights_directory"].replace("WEIGHTS", str(app.weights_directory))
@@ -140,6 +145,32 @@ async def test_a_request_that_must_not_be_served_changes_nothing(app, running, c
         answer = await app.complete()
     assert app.engine.calls == []
     assert answer.json["choices"][0]["libra_version_spans"] == [[0, 0, 20]]
+
+
+@pytest.mark.parametrize("with_receipt", [False, True])
+async def test_a_link_in_a_version_to_a_file_outside_is_refused(
+    app, running, receipt_of, with_receipt
+):
+    directory, _ = app.published[2]
+    outside = app.weights_directory.parent / "outside.safetensors"
+    (directory / "model.safetensors").rename(outside)
+    (directory / "model.safetensors").symlink_to(outside)
+    receipt = WeightsReceipt(
+        receipt_of(app.published[1][0]).kernel, stamps_of(directory, ["model.safetensors"])
+    )
+    async with running():
+        ack = await app.reload(2, receipt=receipt if with_receipt else None)
+        assert "model.safetensors is a link" in ack.error
+        assert (await app.complete()).status == 200
+    assert app.engine.calls == []
+
+
+async def test_a_version_of_another_run_is_refused(app, running):
+    app.published[4] = publish_weights(app.weights_directory, 4, run_id="run-2")
+    async with running():
+        assert "the run id is 'run-2' instead of 'run-1'" in (await app.reload(4)).error
+        assert (await app.complete()).status == 200
+    assert app.engine.calls == []
 
 
 async def test_an_older_version_is_refused_unless_forced(app, running):

@@ -54,11 +54,15 @@ def misbehave_here(step):
     time.sleep(60)
 
 
+trained = []
+
+
 def obey(command):
     match command:
         case TrainStep(step=step):
-            if does is not None:
+            if does is not None and len(trained) >= plan.get("after", 0):
                 misbehave_here(step)
+            trained.append(step)
             say(Heartbeat(rank, step, "forward"))
             say(StepTrained(rank, step, None))
         case Shutdown():

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 CHILDREN = Path(__file__).parents[2] / "support/children"
 TENSORS = tuple(
     TransferTensor(f"layers.{k}.weight", dtype, (3, k + 1))
-    for k, dtype in enumerate(["F32", "BF16", "F32", "F16", "F32"])
+    for k, dtype in enumerate(["F32", "BF16", "F32", "F16"] * 6)
 )
 DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -216,7 +217,8 @@ def test_other_ranks_are_told_not_to_gather_when_a_transfer_cannot_begin(sender,
     assert other_rank.heard("go/n") == "no"
 
 
-def test_a_worker_notices_that_the_trainer_is_gone():
+def test_a_worker_notices_that_the_trainer_is_gone(monkeypatch):
+    monkeypatch.setattr("libra.transfer.group.STORE_TIMEOUT", timedelta(seconds=2))
     child = subprocess.Popen(
         [sys.executable, CHILDREN / "store_holder.py"],
         stdout=subprocess.PIPE,

@@ -1,0 +1,66 @@
+"""The group of a transfer comes together, or everybody is told why not."""
+
+import threading
+
+import pytest
+import torch
+
+from libra.transfer import group
+from libra.transfer.group import Place, Signals, connect_store, join, open_store
+from libra.transfer.outcome import TransferAbortedError
+
+pytestmark = pytest.mark.system
+CPU = torch.device("cpu")
+
+
+def beat():
+    pass
+
+
+@pytest.fixture
+def place():
+    """Signals of two members: of who has the store and of who reaches it."""
+    store, port = open_store()
+    return Signals(store, "g"), Signals(connect_store("127.0.0.1", port), "g")
+
+
+def joined(signals, rank):
+    return join(signals, Place(rank, 2, CPU), timeout_s=60.0, stall_s=60.0, beat=beat)
+
+
+def test_two_members_reach_each_other(place):
+    groups = {}
+    other = threading.Thread(target=lambda: groups.update({1: joined(place[1], 1)}))
+    other.start()
+    groups[0] = joined(place[0], 0)
+    other.join()
+    sent, received = torch.arange(5.0), torch.zeros(5)
+    works = [groups[0].broadcast(sent), groups[1].broadcast(received)]
+    for rank, work in enumerate(works):
+        groups[rank].wait(work, stall_s=60.0, beat=beat)
+    assert torch.equal(sent, received)
+
+
+def test_a_member_that_dies_while_all_connect_frees_the_others(place, monkeypatch):
+    monkeypatch.setattr(group, "FORM_TIMEOUT_S", 3600.0)
+    ours, theirs = place
+    # It is there, but never connects; the control plane then tells that its process was lost.
+    theirs.count("joined", more=1)
+    threading.Timer(0.3, theirs.abort, ["vllm-0: its process was lost"]).start()
+    with pytest.raises(TransferAbortedError, match="vllm-0: its process was lost"):
+        joined(ours, 0)
+
+
+def test_rank_0_is_freed_by_what_it_looks_at_itself(place, monkeypatch):
+    monkeypatch.setattr(group, "FORM_TIMEOUT_S", 3600.0)
+    ours, theirs = place
+    theirs.count("joined", more=1)
+    looks = iter(range(30))
+
+    def look():
+        if next(looks) == 20:
+            raise TransferAbortedError("given up by the control plane")
+
+    with pytest.raises(TransferAbortedError, match="given up"):
+        join(ours, Place(0, 2, CPU), timeout_s=60.0, stall_s=60.0, beat=look)
+    assert theirs.heard("abort") == "rank 0 could not join: given up by the control plane"
