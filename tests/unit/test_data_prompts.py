@@ -7,7 +7,7 @@ from libra.data.dataset import PromptDataset, PromptRules
 from libra.data.formats import open_source
 from libra.data.task import PromptFields
 from libra.data.tokenizer import PromptTokenizer
-from libra.errors import DataError
+from libra.errors import DataError, TokenizerError
 from tokenizer_dirs import CHATML, write_tokenizer
 
 USER = [{"role": "user", "content": "HAVING"}]
@@ -89,6 +89,47 @@ def test_bad_rows_can_be_left_out_and_are_counted(tmp_path, tokenizer):
     ]
 
 
+# As published templates do it: texts are added up, which fails for anything else.
+ADDING = (
+    "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
+)
+
+
+@pytest.mark.case("T-B39")
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "user", "content": 5}, 'TypeError: can only concatenate str (not "int")'),
+        ({"role": "user", "content": None}, 'TypeError: can only concatenate str (not "NoneType")'),
+        ({"role": "user"}, "has no attribute 'content'"),
+        ({"role": "robot", "content": "x"}, "no robots"),
+    ],
+)
+def test_a_row_that_the_template_refuses_is_a_bad_row(tmp_path, message, reason):
+    tokenizer = PromptTokenizer(write_tokenizer(tmp_path / "tokenizer", template=ADDING))
+    rows = [{"prompt": "ok", "answer": ""}, {"prompt": [message], "answer": ""}]
+    with pytest.raises(DataError) as raised:
+        dataset(tmp_path, tokenizer, rows)
+    assert "x.jsonl:2:1: " in str(raised.value)
+    assert reason in str(raised.value)
+    assert dataset(tmp_path, tokenizer, rows, on_bad_row="skip").rows.tolist() == [0]
+
+
+def test_a_tokenizer_without_a_template_is_not_the_rows_fault(tmp_path):
+    tokenizer = PromptTokenizer(write_tokenizer(tmp_path / "tokenizer", template=None))
+    with pytest.raises(TokenizerError, match="has no chat template"):
+        dataset(tmp_path, tokenizer, [{"prompt": "x", "answer": ""}], on_bad_row="skip")
+
+
+@pytest.mark.parametrize("field", ["answer", "level"])
+def test_a_value_that_no_reward_could_be_given_is_a_bad_row(tmp_path, tokenizer, field):
+    rows = [{"prompt": "ok", "answer": ""}, {"prompt": "ok", "answer": "", field: 10**30}]
+    with pytest.raises(DataError, match=rf"x\.jsonl:2:1: '{field}' cannot be handed to a reward"):
+        dataset(tmp_path, tokenizer, rows)
+    assert dataset(tmp_path, tokenizer, rows, on_bad_row="skip").rows.tolist() == [0]
+
+
 def test_many_bad_rows_are_counted_rather_than_listed(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"12 rows(?s:.*)and 2 more") as raised:
         dataset(tmp_path, tokenizer, ["[]\n"] * 12)
@@ -104,6 +145,22 @@ def test_long_prompts_are_found_before_the_start_and_never_cut(tmp_path, tokeniz
     found = dataset(tmp_path, tokenizer, rows, max_prompt_tokens=40, on_long_prompt="skip")
     assert found.rows.tolist() == [0, 2]
     assert len(found.long_rows) == 1
+
+
+def test_the_fingerprint_tells_which_rows_are_used(tmp_path, tokenizer):
+    rows = [{"prompt": "x" * n, "answer": ""} for n in (1, 50, 2)]
+    whole = dataset(tmp_path, tokenizer, rows)
+    assert whole.fingerprint == dataset(tmp_path, tokenizer, rows).fingerprint
+    rules = {"max_prompt_tokens": 40, "on_long_prompt": "skip"}
+    short = dataset(tmp_path, tokenizer, rows, **rules)
+    # A template that spells out the roles, of which there is one more in the first row.
+    template = CHATML.replace(
+        "{% endfor %}", "{% if m['content'] == 'x' %}" + "z" * 80 + "{% endif %}{% endfor %}"
+    )
+    longer = PromptTokenizer(write_tokenizer(tmp_path / "longer", template=template))
+    other = dataset(tmp_path, longer, rows, **{**rules, "max_prompt_tokens": 80})
+    assert (short.rows.tolist(), other.rows.tolist()) == ([0, 2], [1, 2])
+    assert len({whole.fingerprint, short.fingerprint, other.fingerprint}) == 3
 
 
 @pytest.mark.case("T-B41")
