@@ -80,6 +80,17 @@ async def test_a_misbehaving_reward_costs_its_own_sample_only(tmp_path, misbehav
 
 
 @pytest.mark.case("T-B76")
+@pytest.mark.parametrize("response_text", ["\ud800", object()])
+async def test_a_case_that_cannot_be_sent_costs_its_own_sample_only(tmp_path, response_text):
+    async with pool_of(tmp_path) as pool:
+        outcome = await pool.score(case("scores", response_text))
+        assert isinstance(outcome, RewardFailed)
+        assert outcome.reason.startswith("the case cannot be sent to a worker: ")
+        assert await pool.score(case("scores")) == 1.0
+        assert pool.num_replaced == 0
+
+
+@pytest.mark.case("T-B76")
 async def test_the_loop_does_not_lag_while_workers_are_killed_and_replaced(tmp_path):
     longest_lag_s = 0.0
 
