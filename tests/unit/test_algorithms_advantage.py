@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.algorithms.advantage import advantages, fraction_of_flat_groups, group_advantages
+from libra.algorithms.advantage import advantages, group_advantages
 from libra.config.algorithm import AlgorithmConfig
 from libra.errors import InvariantError
+from libra.rewards.coercion import LARGEST
 
 
 def form(name, eps=1e-6):
@@ -85,6 +86,13 @@ def test_leave_one_out_with_equal_others_is_not_divided_by_their_zero_std():
 
 
 @pytest.mark.parametrize("name", FORMS)
+def test_the_largest_rewards_have_advantages_in_single_precision(name):
+    for rewards in ([LARGEST, -LARGEST, 0.0], [LARGEST, LARGEST * 0.9, 0.0]):
+        got = group_advantages(rewards, form(name))
+        assert all(math.isfinite(as_float32(advantage)) for advantage in got)
+
+
+@pytest.mark.parametrize("name", FORMS)
 def test_a_group_of_one_has_no_advantage(name):
     assert group_advantages([3.0], form(name)) == [0.0]
 
@@ -111,13 +119,6 @@ def test_groups_are_told_apart_by_id_in_any_order_and_size():
 def test_a_reward_that_is_not_finite_never_becomes_an_advantage(reward):
     with pytest.raises(InvariantError, match="reached the advantages"):
         advantages([0.0, reward, 1.0], ["g", "g", "g"], form("grpo"))
-
-
-@pytest.mark.case("T-B22")
-def test_flat_groups_are_counted():
-    rewards, groups = [1, 1, 0, 1, 0.5], ["a", "a", "b", "b", "c"]
-    assert fraction_of_flat_groups(rewards, groups) == pytest.approx(2 / 3)
-    assert fraction_of_flat_groups([], []) == 0.0
 
 
 @given(
