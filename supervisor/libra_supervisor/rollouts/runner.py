@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Never, Protocol, TypeAlias
 
 import anyio
+import anyio.lowlevel
 import msgspec
 from anyio import to_thread
 
@@ -177,8 +178,12 @@ class RolloutRunner:
             if isinstance(error, EngineSilentError):
                 self.timeouts_by_tokens[_rounded_down(client.num_tokens)] += 1
             return SampleFailed(_kind_of(error), str(error))
-        except Exception as error:  # noqa: BLE001 - workflows are written by users
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - workflows are written by users
             return SampleFailed("workflow", f"{type(error).__name__}: {error}")
+        except anyio.get_cancelled_exc_class():
+            # Ours goes on here; that of a task which the workflow itself had cancelled does not.
+            await anyio.lowlevel.checkpoint_if_cancelled()
+            return SampleFailed("workflow", "it waited for something that was cancelled")
         return _checked(trajectory, client)
 
     async def _scored(self, task: Task, trajectory: Trajectory) -> Trajectory | SampleFailed:
@@ -197,11 +202,40 @@ def _checked(trajectory: object, client: SampleClient) -> Trajectory | SampleFai
     """The border to user code: what comes back is a trajectory of this sample, or a failure."""
     if not isinstance(trajectory, Trajectory):
         return SampleFailed("workflow", f"returned a {type(trajectory).__name__}, no Trajectory")
-    expected_id = client.group.trajectory_id(client.sample_index)
-    if trajectory.trajectory_id != expected_id:
-        return SampleFailed("workflow", f"returned {trajectory.trajectory_id}, not {expected_id}")
-    error = alignment_error(trajectory)
-    return trajectory if error is None else SampleFailed("alignment", error)
+    try:
+        plain = _plain(trajectory)
+    except (TypeError, ValueError, OverflowError) as error:  # also what msgspec raises
+        return SampleFailed("workflow", f"returned a Trajectory that cannot be kept: {error}")
+    wrong = _identity_error(plain, client)
+    if wrong is not None:
+        return SampleFailed("workflow", wrong)
+    wrong = alignment_error(plain)
+    return plain if wrong is None else SampleFailed("alignment", wrong)
+
+
+def _plain(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with the types that its class declares, a list for a tuple aside.
+
+    Records and checkpoints hold it later, where a number of numpy's would be nobody's fault. What
+    the workflow gave as reward is a reward's business. Raises what the encoder and decoder raise.
+    """
+    encoded = msgspec.msgpack.encode(msgspec.structs.replace(trajectory, reward=None))
+    decoded = msgspec.msgpack.decode(encoded, type=Trajectory)
+    return msgspec.structs.replace(decoded, reward=trajectory.reward)
+
+
+def _identity_error(trajectory: Trajectory, client: SampleClient) -> str | None:
+    group, index = client.group, client.sample_index
+    expected = {
+        "trajectory_id": group.trajectory_id(index),
+        "group_id": group.group_id,
+        "prompt_id": group.prompt.prompt_id,
+        "sample_index": index,
+    }
+    for name, value in expected.items():
+        if getattr(trajectory, name) != value:
+            return f"returned {name} {getattr(trajectory, name)!r:.80}, not {value!r}"
+    return None
 
 
 def _kind_of(error: LibraError) -> FailureKind:
