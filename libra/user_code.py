@@ -14,7 +14,7 @@ def function_at(name: str) -> Callable[..., Any]:
         raise ConfigError(f"{name!r} is not of the form module:function")
     try:
         module = import_module(module_name)
-    except Exception as error:  # whatever the module does while it is imported
+    except (Exception, SystemExit) as error:  # whatever the module does while it is imported
         raise ConfigError(
             f"{name}: importing {module_name} failed: {type(error).__name__}: {error}; is its "
             "directory on PYTHONPATH?"

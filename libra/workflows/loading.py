@@ -8,7 +8,7 @@ from typing import Any
 from libra.errors import ConfigError
 from libra.user_code import function_at
 from libra.workflows.client import Workflow
-from libra.workflows.multi_turn import multi_turn
+from libra.workflows.multi_turn import check_multi_turn, multi_turn
 from libra.workflows.single_turn import single_turn
 
 BUILT_IN = {"single_turn": single_turn, "multi_turn": multi_turn}
@@ -32,6 +32,6 @@ def load_workflow(name: str, arguments: Mapping[str, Any]) -> Workflow:
         inspect.signature(function).bind("task", "client", **arguments)
     except TypeError as error:
         raise ConfigError(f"workflow_args: {name}(task, client, ...): {error}") from error
-    for tool in arguments.get("tools", ()) if function is multi_turn else ():
-        function_at(tool)
+    if function is multi_turn:
+        check_multi_turn(**arguments)
     return partial(function, **arguments)
