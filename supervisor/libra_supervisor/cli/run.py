@@ -13,6 +13,7 @@ from libra.config.load import current_environ, load_config
 from libra.errors import ConfigError, LibraError
 from libra.storage.checkpoints import read_checkpoint_manifest
 from libra.tracing.log import set_up_logging
+from libra.workflows.loading import load_workflow
 from libra_supervisor.app.forking import plant_checkpoint
 from libra_supervisor.app.launch import (
     Launch,
@@ -95,7 +96,7 @@ def _run(options: Namespace, *, begin: Callable[[Launch, Prompts], None]) -> int
     directory = choose_directory(request)
     if options.dry_run:
         launch = prepare(request, directory, writes=False)
-        open_prompts(launch.config)
+        _opened(launch)
         sys.stdout.write(f"{directory.root}\n{plan_in_words(launch.plan)}\n")
         return 0
     with made_and_held(directory), display_on(sys.stderr) as display:
@@ -106,7 +107,7 @@ def _run(options: Namespace, *, begin: Callable[[Launch, Prompts], None]) -> int
             notifier = Notifier.from_environment(environ)
             with start_extended(notifier, at_most_s=start_timeout_s):
                 launch = prepare(request, directory, writes=True)
-                prompts = open_prompts(launch.config)
+                prompts = _opened(launch)
             begin(launch, prompts)
             sys.stderr.write(f"run directory {directory.root}\n")
             outcome = anyio.run(
@@ -117,6 +118,13 @@ def _run(options: Namespace, *, begin: Callable[[Launch, Prompts], None]) -> int
     if outcome.exit_code:
         sys.stderr.write(f"libra-supervisor {options.verb}: {outcome.reason}\n")
     return outcome.exit_code
+
+
+def _opened(launch: Launch) -> Prompts:
+    """Everything of the user's that is read in this process, checked before anything is started."""
+    data = launch.config.data
+    load_workflow(data.workflow, data.workflow_args)
+    return open_prompts(launch.config)
 
 
 @contextmanager

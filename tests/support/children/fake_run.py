@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from libra_supervisor.app import builder, engine
-from libra_supervisor.cli import main
+from libra_supervisor.cli.main import program
 
 HERE = Path(__file__).parent
 server_spec = engine.server_spec
@@ -38,4 +38,4 @@ builder.GangSite = partial(
     launcher=(sys.executable, str(HERE / "fake_torchrun.py")),
     program=(str(HERE / "fake_trainer.py"),),
 )
-sys.exit(main())
+program()
