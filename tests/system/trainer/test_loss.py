@@ -142,6 +142,10 @@ def test_the_mismatch_of_the_published_vector_is_measured():
     assert float(mismatch_k3(torch.tensor(DIFFERENCES)).mean()) == pytest.approx(0.66853025)
 
 
+def test_one_wild_token_leaves_the_mismatch_finite():
+    assert math.isfinite(float(mismatch_k3(torch.tensor([0.0, 200.0, -200.0])).sum()))
+
+
 def test_rejected_tokens_stay_in_the_denominator():
     given = batch(rollout=[0.0, -5.0], old=[0.0, 0.0], advantages=[1.0, 1.0], weights=[0.5, 0.5])
     loss, gradient, _ = loss_and_gradient([0.0, 0.0], given, importance_correction="icepop")
