@@ -24,6 +24,7 @@ from libra.rewards.messages import (
     WorkerUnusable,
     case_of,
 )
+from libra.user_code import error_in_words
 from libra.wire.framing import FrameDecoder, encode_frame
 
 _CHUNK_BYTES = 1 << 16
@@ -49,7 +50,7 @@ def score(function: RewardFunction, case: RewardCase) -> Scored | RewardFailed:
     except SystemExit as error:
         return RewardFailed(f"called sys.exit({error.code!r})")
     except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt raised by a library included
-        return RewardFailed(f"{type(error).__name__}: {error}"[:500])
+        return RewardFailed(error_in_words(error))
     return result if isinstance(result, RewardFailed) else Scored(result)
 
 

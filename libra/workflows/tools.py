@@ -11,6 +11,7 @@ from anyio import to_thread
 from anyio.lowlevel import RunVar
 
 from libra.errors import ConfigError
+from libra.user_code import error_in_words
 
 MAX_TOOL_THREADS = 256
 """Calls of plain functions at a time; more wait, which counts against their time limit."""
@@ -89,9 +90,11 @@ class Toolbox:
             return f"error: no tool {call.name!r}; there are {', '.join(self._function_of)}"
         with anyio.move_on_after(self._timeout_s):
             try:
-                return str(await _called(function, call.arguments))
+                answer = str(await _called(function, call.arguments))
+                # A tokenizer takes no halves of characters, which pages of the web may hold.
+                return answer.encode(errors="replace").decode()
             except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - its answer
-                return f"error: {type(error).__name__}: {error}"
+                return f"error: {error_in_words(error)}"
             except anyio.get_cancelled_exc_class():
                 # Ours goes on here; that of something which the tool had cancelled itself does not.
                 await anyio.lowlevel.checkpoint_if_cancelled()

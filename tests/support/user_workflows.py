@@ -23,6 +23,10 @@ def unknown_type(place: "Nowhere"):  # noqa: F821 - on purpose
     return place
 
 
+def scrapes():
+    return "half \ud800"
+
+
 def leaves():
     raise SystemExit(3)
 

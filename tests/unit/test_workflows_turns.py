@@ -125,14 +125,15 @@ async def test_tool_text_is_not_trained_and_comes_in_the_order_of_the_calls(toke
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_tool_that_wants_to_end_the_process_answers_with_that(anyio_backend):
-    names = ("leaves", "leaves_async", "waits_in_vain", "add")
+async def test_whatever_a_tool_does_is_an_answer_in_words(anyio_backend):
+    names = ("leaves", "leaves_async", "waits_in_vain", "scrapes", "add")
     toolbox = Toolbox([getattr(user_workflows, name) for name in names], timeout_s=30)
     calls = [ToolCall(name, {"a": 1} if name == "add" else {}) for name in names]
     assert await toolbox.answers(calls) == [
         "error: SystemExit: 3",
         "error: SystemExit: 4",
         "error: it waited for something that was cancelled",
+        "half ?",
         "2",
     ]
 

@@ -23,6 +23,7 @@ from libra.rewards.coercion import RewardFailed, coerced
 from libra.rollouts.group import AdmittedGroup
 from libra.rollouts.trajectory import FailureKind, SampleFailed, Trajectory, alignment_error
 from libra.rollouts.transcript import AlignmentBrokenError, PrefixBrokenError
+from libra.user_code import error_in_words
 from libra.workflows.client import Workflow
 from libra_supervisor.events import (
     SampleFinished,
@@ -179,7 +180,7 @@ class RolloutRunner:
                 self.timeouts_by_tokens[_rounded_down(client.num_tokens)] += 1
             return SampleFailed(_kind_of(error), str(error))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - workflows are written by users
-            return SampleFailed("workflow", f"{type(error).__name__}: {error}")
+            return SampleFailed("workflow", error_in_words(error))
         except anyio.get_cancelled_exc_class():
             # Ours goes on here; that of a task which the workflow itself had cancelled does not.
             await anyio.lowlevel.checkpoint_if_cancelled()

@@ -66,6 +66,8 @@ async def pool_of(tmp_path, reward=BY_NAME, num_workers=1, **settings):
         ("eats memory", "MemoryError"),
         ("exits", "called sys.exit(3)"),
         ("raises", "ZeroDivisionError"),
+        ("speaks in halves", "ValueError: half a character: \\ud800"),
+        ("does not say", "ShylyError, whose message cannot be shown"),
         ("returns a function", "returned a function, not a number"),
         ("returns nan", "returned nan"),
     ],

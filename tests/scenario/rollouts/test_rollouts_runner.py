@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import trio.testing
 
+import hostile_rewards
 from fake_fleet import (
     FakeFleet,
     FakeScorer,
@@ -349,7 +350,16 @@ async def test_one_slow_sample_holds_up_nobody_else(tmp_path):
 
 @pytest.mark.case("T-B62")
 @pytest.mark.parametrize(
-    "error", [ValueError("bad luck"), KeyError("x"), OSError(5, "disk"), SystemExit(3)]
+    "error",
+    [
+        ValueError("bad luck"),
+        KeyError("x"),
+        OSError(5, "disk"),
+        SystemExit(3),
+        ValueError("\ud800" * 10**6),
+        hostile_rewards.ShylyError(),
+    ],
+    ids=lambda error: type(error).__name__,
 )
 async def test_an_error_of_the_workflow_costs_its_sample_only(tmp_path, error):
     async def fragile(task, client):
@@ -364,6 +374,7 @@ async def test_an_error_of_the_workflow_costs_its_sample_only(tmp_path, error):
     (failure,) = run.failures()
     assert failure.kind == "workflow"
     assert failure.message.startswith(type(error).__name__)
+    assert len(failure.message.encode()) <= 500
 
 
 @pytest.mark.case("T-B62")
