@@ -511,6 +511,24 @@ async def test_a_workflow_that_returns_no_trajectory_fails_its_sample(tmp_path):
     assert run.failures()[0].message == "returned a str, no Trajectory"
 
 
+async def test_a_workflow_may_ask_for_several_answers_at_a_time(tmp_path):
+    async def branching(task, client):
+        async with anyio.create_task_group() as branches:
+            for _ in range(3):
+                branches.start_soon(client.generate, task.prompt_token_ids)
+        return await single_turn(task, client)
+
+    async with running(tmp_path, first_try(breaks), workflow=branching) as run:
+        run.runner.start(admitted(0, n_samples=1))
+        await run.until_idle()
+    assert len(run.of(SampleFinished)) == 1
+    ids = [request.request_id for request in run.fleet.requests]
+    assert len(set(ids)) == len(ids) == 8
+    # Tried again with the seed that it had, which no other has.
+    seeds = {request.sampling.seed for request in run.fleet.requests}
+    assert len(seeds) == 4
+
+
 async def test_a_workflow_may_score_itself(tmp_path):
     async def workflow(task, client):
         return msgspec.structs.replace(await single_turn(task, client), reward=0.25)

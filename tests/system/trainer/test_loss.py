@@ -177,6 +177,15 @@ def test_the_kl_term_and_the_entropy_bonus_enter_with_their_weights():
     assert loss == pytest.approx(0.1 * 0.125 - 0.2 * 0.5, abs=1e-6)
 
 
+def test_the_entropy_bonus_has_a_gradient():
+    given = batch(rollout=[-1.0, -2.0], advantages=[0.0, 0.0], weights=[1.0, 0.25])
+    entropies = torch.tensor([0.5, 0.7], requires_grad=True)
+    made = objective(AlgorithmConfig(entropy_coefficient=0.2), temperature=1.0, top_p=1.0)
+    loss, _ = policy_loss(torch.stack([torch.tensor([-1.0, -2.0]), entropies]), given, made)
+    (gradient,) = torch.autograd.grad(loss, entropies)
+    assert gradient.tolist() == pytest.approx([-0.2, -0.05])
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("is_first_update", [True, False])
 def test_an_unbiased_kl_term_has_the_gradient_of_the_kl(estimator, is_first_update):
@@ -242,6 +251,9 @@ def test_tokens_beyond_the_clip_range_are_counted():
     given = batch(rollout=[0.0] * 5, old=[0.0] * 5, advantages=[1.0, -1.0, 1.0, 1.0, -1.0])
     _, _, sums = loss_and_gradient([math.log(r) for r in ratios], given)
     assert float(sums.clipped) == 2.0
+    # CISPO caps the ratio from above alone.
+    _, _, sums = loss_and_gradient([math.log(r) for r in ratios], given, policy_loss="cispo")
+    assert float(sums.clipped) == 1.0
 
 
 def test_a_wild_ratio_stays_finite():
