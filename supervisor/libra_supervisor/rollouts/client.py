@@ -41,6 +41,9 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
     run_seed: int
     max_model_len: int
     max_new_tokens: int
+    vocab_size: int | None = None
+    """Rows of the model's embedding; None when its shape is not known."""
+
     temperature: float = 1.0
     top_p: float = 1.0
     idle_timeout_s: float | None = 300.0

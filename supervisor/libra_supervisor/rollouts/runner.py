@@ -185,7 +185,7 @@ class RolloutRunner:
             # Ours goes on here; that of a task which the workflow itself had cancelled does not.
             await anyio.lowlevel.checkpoint_if_cancelled()
             return SampleFailed("workflow", "it waited for something that was cancelled")
-        return _checked(trajectory, client)
+        return _checked(trajectory, client, self._parts.settings)
 
     async def _scored(self, task: Task, trajectory: Trajectory) -> Trajectory | SampleFailed:
         """The trajectory with its reward; a workflow may have given one itself."""
@@ -199,7 +199,9 @@ class RolloutRunner:
         return msgspec.structs.replace(trajectory, reward=reward)
 
 
-def _checked(trajectory: object, client: SampleClient) -> Trajectory | SampleFailed:
+def _checked(
+    trajectory: object, client: SampleClient, settings: GenerationSettings
+) -> Trajectory | SampleFailed:
     """The border to user code: what comes back is a trajectory of this sample, or a failure."""
     if not isinstance(trajectory, Trajectory):
         return SampleFailed("workflow", f"returned a {type(trajectory).__name__}, no Trajectory")
@@ -207,7 +209,7 @@ def _checked(trajectory: object, client: SampleClient) -> Trajectory | SampleFai
         plain = _plain(trajectory)
     except (TypeError, ValueError, OverflowError) as error:  # also what msgspec raises
         return SampleFailed("workflow", f"returned a Trajectory that cannot be kept: {error}")
-    wrong = _identity_error(plain, client)
+    wrong = _identity_error(plain, client) or _bounds_error(plain, settings)
     if wrong is not None:
         return SampleFailed("workflow", wrong)
     wrong = alignment_error(plain)
@@ -236,6 +238,18 @@ def _identity_error(trajectory: Trajectory, client: SampleClient) -> str | None:
     for name, value in expected.items():
         if getattr(trajectory, name) != value:
             return f"returned {name} {getattr(trajectory, name)!r:.80}, not {value!r}"
+    return None
+
+
+def _bounds_error(trajectory: Trajectory, settings: GenerationSettings) -> str | None:
+    """What the trainer could not take: it would fail the whole gang."""
+    token_ids = trajectory.token_ids
+    if len(token_ids) > settings.max_model_len:
+        return f"returned {len(token_ids)} tokens, max_model_len is {settings.max_model_len}"
+    if token_ids and min(token_ids) < 0:
+        return f"returned token id {min(token_ids)}"
+    if settings.vocab_size is not None and token_ids and max(token_ids) >= settings.vocab_size:
+        return f"returned token id {max(token_ids)}, the model has {settings.vocab_size}"
     return None
 
 

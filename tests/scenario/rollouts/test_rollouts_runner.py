@@ -53,7 +53,12 @@ from trajectories import admitted, completion, prompt
 
 pytestmark = pytest.mark.anyio
 SETTINGS = GenerationSettings(
-    run_seed=7, max_model_len=64, max_new_tokens=8, idle_timeout_s=300, retry_delay_s=0.5
+    run_seed=7,
+    max_model_len=64,
+    max_new_tokens=8,
+    vocab_size=200,
+    idle_timeout_s=300,
+    retry_delay_s=0.5,
 )
 
 
@@ -460,6 +465,9 @@ async def test_an_invariant_broken_inside_a_workflow_is_not_the_samples_fault(tm
         ({"num_prompt_tokens": "2"}, "workflow", "cannot be kept: Expected `int`, got `str`"),
         ({"finish_reason": "done"}, "workflow", "cannot be kept: Invalid enum value 'done'"),
         ({"response_text": "\ud800"}, "workflow", "cannot be kept: "),
+        ({"token_ids": (1,) * 65}, "workflow", "returned 65 tokens, max_model_len is 64"),
+        ({"token_ids": (1, -1)}, "workflow", "returned token id -1"),
+        ({"token_ids": (1, 200)}, "workflow", "returned token id 200, the model has 200"),
         ({"trajectory_id": "x"}, "workflow", "trajectory_id 'x', not 'row-0/e0/a0/s0'"),
         ({"group_id": "x"}, "workflow", "returned group_id 'x', not 'row-0/e0/a0'"),
         ({"prompt_id": "x"}, "workflow", "returned prompt_id 'x', not 'row-0'"),
