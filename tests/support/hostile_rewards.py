@@ -71,6 +71,15 @@ def _leaves_a_child(case):
         time.sleep(1)
 
 
+def _forks(case):
+    return 0.5 if os.fork() else 0.75
+
+
+def _closes_everything(case):
+    os.closerange(3, 1000)
+    return 0.5
+
+
 def _dies_later(case):
     threading.Timer(0.2, os._exit, [5]).start()
     return 0.25
@@ -86,6 +95,8 @@ _ACTIONS = {
     "prints": _prints,
     "leaves a child": _leaves_a_child,
     "dies later": _dies_later,
+    "forks": _forks,
+    "closes everything": _closes_everything,
     "raises": lambda case: 1 / 0,
     "speaks in halves": _speaks_in_halves,
     "does not say": _does_not_say,

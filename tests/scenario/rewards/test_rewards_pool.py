@@ -68,6 +68,7 @@ async def pool_of(tmp_path, reward=BY_NAME, num_workers=1, **settings):
         ("raises", "ZeroDivisionError"),
         ("speaks in halves", "ValueError: half a character: \\ud800"),
         ("does not say", "ShylyError, whose message cannot be shown"),
+        ("closes everything", "the worker exited with code 1"),
         ("returns a function", "returned a function, not a number"),
         ("returns nan", "returned nan"),
     ],
@@ -137,6 +138,14 @@ async def test_a_worker_that_dies_between_two_cases_is_replaced_without_losing_o
         await clock.sleep(0.6)
         assert await pool.score(case("scores")) == 1.0
         assert pool.num_replaced == 1
+
+
+async def test_a_reward_that_forks_answers_once(tmp_path):
+    async with pool_of(tmp_path, timeout_s=10.0) as pool:
+        for _ in range(5):
+            assert await pool.score(case("forks")) == 0.5
+            assert await pool.score(case("scores")) == 1.0
+        assert pool.num_replaced == 0
 
 
 async def test_numbers_of_other_libraries_count(tmp_path):
