@@ -41,6 +41,10 @@ def test_messages_are_rendered_as_they_are(tmp_path, tokenizer):
     task = dataset(tmp_path, tokenizer, [{"prompt": messages, "answer": "x"}]).task(0)
     assert tokenizer.decode(task.prompt_token_ids) == "system\nS\nuser\nHAVING\nassistant\n"
     assert task.prompt_text == "HAVING"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "HAVING"}]}]
+    assert (
+        dataset(tmp_path, tokenizer, [{"prompt": parts, "answer": "x"}]).task(0).prompt_text == ""
+    )
 
 
 def test_without_a_chat_template_the_text_is_the_prompt(tmp_path, tokenizer):
@@ -61,11 +65,12 @@ def test_every_bad_row_is_named_at_once(tmp_path, tokenizer):
         {"prompt": [], "answer": ""},
         {"prompt": ["x"], "answer": ""},
         {"prompt": "no answer"},
+        {"prompt": [{"role": 5, "content": "x"}], "answer": ""},
     ]
     with pytest.raises(DataError) as raised:
         dataset(tmp_path, tokenizer, rows)
     message = str(raised.value)
-    assert message.startswith("7 rows cannot be used (fix them, or leave them out with on_bad_row")
+    assert message.startswith("8 rows cannot be used (fix them, or leave them out with on_bad_row")
     for line in (
         "x.jsonl:2:11: Expecting value",
         "x.jsonl:3:1: no field 'prompt' (fields here: answer)",
@@ -74,6 +79,7 @@ def test_every_bad_row_is_named_at_once(tmp_path, tokenizer):
         "x.jsonl:6:1: 'prompt' is []; expected",
         "x.jsonl:7:1: prompt[0] is not a message with a role",
         "x.jsonl:8:1: no field 'answer' (fields here: prompt)",
+        "x.jsonl:9:1: prompt[0] is not a message with a role",
     ):
         assert line in message
 
@@ -145,6 +151,8 @@ def test_long_prompts_are_found_before_the_start_and_never_cut(tmp_path, tokeniz
     found = dataset(tmp_path, tokenizer, rows, max_prompt_tokens=40, on_long_prompt="skip")
     assert found.rows.tolist() == [0, 2]
     assert len(found.long_rows) == 1
+    longest = len(found.task(2).prompt_token_ids)
+    assert len(dataset(tmp_path, tokenizer, rows[2:], max_prompt_tokens=longest)) == 1
 
 
 def test_the_fingerprint_tells_which_rows_are_used(tmp_path, tokenizer):
@@ -226,6 +234,18 @@ def test_templates_may_use_what_published_ones_use():
     assert template.render(messages, tools=[{"name": "<é>"}]) == '<s><é>[{"name": "<é>"}]4'
 
 
+def test_lines_of_a_template_that_hold_only_a_statement_leave_nothing():
+    # What templates published with models are written for.
+    source = "  {% if true %}\nx\n  {% endif %}\ny"
+    assert ChatTemplate(source, {}, origin="tokenizer").render([]) == "x\ny"
+
+
+@pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"])
+def test_a_template_of_somebody_else_reaches_nothing(source):
+    with pytest.raises(DataError, match=r"is unsafe|is not safely callable"):
+        ChatTemplate(source, {}, origin="tokenizer").render(USER)
+
+
 def test_a_template_that_refuses_says_so_in_a_data_error():
     template = ChatTemplate("{{ raise_exception('no system') }}", {}, origin="tokenizer")
     with pytest.raises(DataError, match="tokenizer: the chat template failed: no system"):
@@ -238,7 +258,10 @@ def test_the_template_is_found_where_older_files_keep_it(tmp_path):
     for number, template in enumerate(
         (
             "T{{ messages[0].content }}",
-            [{"name": "default", "template": "T{{ messages[0].content }}"}],
+            [
+                {"name": "tool_use", "template": "another"},
+                {"name": "default", "template": "T{{ messages[0].content }}"},
+            ],
         )
     ):
         directory = write_tokenizer(

@@ -97,6 +97,7 @@ def test_what_is_no_finite_number_is_a_failure_with_its_reason(value, reason):
 
 def test_exact_match_compares_what_is_left_without_spaces_around():
     assert exact_match(case(" 12\n", 12)) == 1.0
+    assert exact_match(case("12", " 12 ")) == 1.0
     assert exact_match(case("12.", "12")) == 0.0
     assert exact_match(case("Yes", "yes")) == 0.0
     assert exact_match(case("Yes", "yes"), ignore_case=True) == 1.0
