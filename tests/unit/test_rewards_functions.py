@@ -174,6 +174,9 @@ def test_a_reward_is_found_by_name_with_its_arguments():
     [
         ("exact", {}, "no 'exact'; use one of exact_match"),
         ("exact_match", {"patern": "x"}, "reward_args: exact_match.*patern"),
+        ("exact_match", {"pattern": "(a"}, r"pattern '\(a': missing \)"),
+        ("exact_match", {"pattern": "(a)(b)"}, r"pattern '\(a\)\(b\)' has 2 groups, not one"),
+        ("exact_match", {"pattern": 5}, "pattern 5: first argument must be string"),
         ("no_such_module_:f", {}, "importing no_such_module_ failed: ModuleNotFoundError"),
         ("json:nothing", {}, "module json has no function nothing"),
         ("json:", {}, "not of the form module:function"),
