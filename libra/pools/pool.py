@@ -22,6 +22,9 @@ class RolloutPool:
     def __contains__(self, instance_id: InstanceId) -> bool:
         return instance_id in self._members
 
+    def get(self, instance_id: InstanceId) -> Member | None:
+        return self._members.get(instance_id)
+
     def __getitem__(self, instance_id: InstanceId) -> Member:
         return self._members[instance_id]
 
@@ -221,7 +224,10 @@ class RolloutPool:
         member = msgspec.structs.replace(
             self._members[instance_id], is_leaving=False, is_leaving_plan=False
         )
-        if member.state is MemberState.DRAINING and not member.is_drained_by_operator:
+        if member.state is MemberState.RELOADING:
+            # Nobody waits for that reload any more.
+            member = moved(member, MemberState.STALE, now=now, version=None)
+        elif member.state is MemberState.DRAINING and not member.is_drained_by_operator:
             is_current = committed is not None and member.version == committed
             state = MemberState.SERVING if is_current else MemberState.STALE
             member = moved(member, state, now=now)

@@ -6,6 +6,7 @@ from libra_supervisor.loop import commands
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.cycle import Phase
 from libra_supervisor.loop.moment import Moment
+from libra_supervisor.loop.plan_life import follow_change
 from libra_supervisor.loop.run_state import RunState
 
 
@@ -19,6 +20,7 @@ def proceed(state: RunState, at: Moment) -> tuple[Command, ...]:
         *_take_batch(state, at),
         *_publish_when_nobody_serves(state, at),
         *_admit(state, at),
+        *follow_change(state, at),
     )
 
 
@@ -68,7 +70,7 @@ def _finish_evaluation(state: RunState, at: Moment) -> tuple[Command, ...]:
 
 
 def _take_batch(state: RunState, at: Moment) -> tuple[Command, ...]:
-    if state.cycle.phase is not Phase.COLLECTING:
+    if state.cycle.phase is not Phase.COLLECTING or state.cycle.is_hold_wanted:
         return ()
     trainer_version = PolicyVersion(state.cycle.step)
     groups = state.desk.take_batch(trainer_version)
