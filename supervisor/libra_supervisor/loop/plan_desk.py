@@ -103,7 +103,8 @@ class PlanDesk:
             member = pool.get(placement.instance_id)
             if member is None or member.state is MemberState.GONE:
                 continue
-            is_serving = member.state is MemberState.SERVING
+            # A weight reload is a pause of an instance that serves.
+            is_serving = member.state in (MemberState.SERVING, MemberState.RELOADING)
             servers.append(Server(placement, Stage.SERVING if is_serving else Stage.STARTING))
         return Ground(train=self.plan.train, servers=tuple(servers), lost=self.lost)
 
