@@ -5,6 +5,7 @@ Read from vLLM 0.22 and 0.32, and the KV gauge's name before 0.10. A DP server h
 number here is negative, infinite or beyond MAX_VALUE) is dropped by itself.
 """
 
+from collections.abc import Mapping
 from math import fsum
 
 import msgspec
@@ -123,7 +124,7 @@ def _kv_capacity_tokens(configs: list[Sample]) -> int | None:
     return sum(known) if known and len(known) == len(capacities) else None
 
 
-def _capacity_of(labels: dict[str, str]) -> int | None:
+def _capacity_of(labels: Mapping[str, str]) -> int | None:
     return measured_kv_capacity_tokens(
         kv_cache_size_tokens=_count(labels, "kv_cache_size_tokens"),
         num_gpu_blocks=_count(labels, "num_gpu_blocks"),
@@ -131,7 +132,7 @@ def _capacity_of(labels: dict[str, str]) -> int | None:
     )
 
 
-def _count(labels: dict[str, str], name: str) -> int | None:
+def _count(labels: Mapping[str, str], name: str) -> int | None:
     # An unset option is exposed as the text "None".
     text = labels.get(name, "")
     return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else None
