@@ -11,9 +11,11 @@ from libra import clock
 from libra.ids import InstanceId, PolicyVersion, PromptId, RequestId, RunId
 from libra.pools.member import MemberState
 from libra.scheduling.explanation import InstanceView
+from libra.scheduling.load import EngineLoad
 from libra.scheduling.request import RouteRequest
 from libra.scheduling.scheduler import Scheduler
-from libra.wire.api import ChildStatus, StatusSnapshot, Verb, VerbReply, VerbRequest
+from libra.wire.api import ChildStatus, EngineStatus, StatusSnapshot, Verb, VerbReply, VerbRequest
+from libra_supervisor.app.launch import plan_in_words
 from libra_supervisor.app.routing import OWN_CATEGORY
 from libra_supervisor.display.progress import Progress, eta_s
 from libra_supervisor.events import (
@@ -36,7 +38,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     run_id: RunId
     directory: RunDirectory
-    plan_in_words: str
     total_steps: int | None
     started_at: float
     manages_engines: bool = True
@@ -88,7 +89,7 @@ class Operator:
             num_buffered=progress.num_buffered,
             uptime_s=progress.elapsed_s,
             eta_s=progress.eta_s,
-            plan=self._facts.plan_in_words,
+            plan=plan_in_words(self._control.plans.plan),
             children=(self._trainer(), *self._engines()),
             oldest_wait=self._oldest_wait(),
         )
@@ -206,6 +207,7 @@ class Operator:
             kv_use_fraction=None if view is None else view.kv_use_fraction,
             signals_age_s=None if view is None else view.snapshot_age_s,
             last_error=_said_of(process) or member.last_error or process.last_error,
+            engines=() if view is None else tuple(map(_status_of, view.engines)),
         )
 
     def _trainer(self) -> ChildStatus:
@@ -233,6 +235,19 @@ class Operator:
         return f"group {group_id} has been silent for {clock.now() - since:.0f} s"
 
 
+def _status_of(engine: EngineLoad) -> EngineStatus:
+    return EngineStatus(
+        engine=engine.engine,
+        num_running=_whole(engine.num_running),
+        num_queued=_whole(engine.num_waiting),
+        kv_use_fraction=engine.kv_use_fraction,
+    )
+
+
+def _whole(count: float | None) -> int | None:
+    return None if count is None else int(count)
+
+
 def _said_of(process: ProcessStatus) -> str:
     """What a start waits for; empty for one that does not wait."""
     return process.detail if process.state is ProcessState.WAITING else ""
@@ -257,6 +272,7 @@ _WAITS: Final = {
     Phase.TRAINING: "rollouts go on while the trainer trains",
     Phase.SAVING: "the trainer writes a checkpoint",
     Phase.EVALUATING: "the trainer waits for the evaluation of the version before",
+    Phase.RESHAPING: "the trainer is being started anew in another layout; rollouts go on",
     Phase.STOPPED: "stopping",
 }
 
