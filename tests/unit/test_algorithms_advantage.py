@@ -59,6 +59,14 @@ def test_each_form_gives_the_published_numbers(name, eps, rewards, expected):
     assert got == pytest.approx(expected, abs=6e-8)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("grpo", 0.5 / (0.5**0.5 + 0.5)), ("grpo_population_std", 0.5), ("loo_std", 1.0)],
+)
+def test_eps_is_added_to_the_standard_deviation(name, expected):
+    assert group_advantages([0.0, 1.0], form(name, 0.5))[1] == pytest.approx(expected)
+
+
 FORMS = ["grpo", "grpo_population_std", "dr_grpo", "rloo", "loo_std", "maxrl"]
 
 

@@ -103,6 +103,18 @@ def test_a_batch_is_summed_up_for_the_metrics():
     assert (summary.response_tokens_mean, summary.response_tokens_max) == (2.0, 2)
 
 
+def test_long_and_cut_answers_are_told_apart_in_the_metrics():
+    group = admitted(0)
+    made = (
+        trajectory(group, 0, num_response=2),
+        trajectory(group, 1, num_response=5, finish_reason="length"),
+    )
+    summary = summarize([CompleteGroup(group, made)], version=PolicyVersion(0))
+    assert (summary.response_tokens_mean, summary.response_tokens_max) == (3.5, 5)
+    assert summary.truncated_fraction == 0.5
+    assert summary.num_tokens == 11
+
+
 @pytest.mark.case("T-B22")
 @pytest.mark.parametrize("rewards", [[0.3, 0.1 + 0.2], [5.0, 5.0], [1e9, 1e9 + 1]])
 def test_a_group_counts_as_flat_exactly_when_it_has_no_advantage(rewards):
