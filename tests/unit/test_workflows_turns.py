@@ -16,12 +16,12 @@ from libra.ids import PolicyVersion, PromptId
 from libra.rollouts.trajectory import alignment_error
 from libra.rollouts.transcript import AlignmentBrokenError, PrefixBrokenError, Transcript
 from libra.wire.instance import VersionSpan
-from libra.workflows.loading import load_workflow
+from libra.workflows.loading import load_workflow, warning_of
 from libra.workflows.multi_turn import multi_turn
 from libra.workflows.single_turn import single_turn
 from libra.workflows.tools import MalformedCall, Toolbox, ToolCall, calls_in
 from scripted_engine import ScriptedClient
-from tokenizer_dirs import write_tokenizer
+from tokenizer_dirs import CHATML, write_tokenizer
 from trajectories import admitted, completion, trajectory
 
 pytestmark = pytest.mark.anyio
@@ -276,6 +276,16 @@ def test_calls_are_found_in_the_order_in_which_they_were_written():
 def test_a_workflow_that_cannot_be_used_is_a_configuration_error(name, arguments, message):
     with pytest.raises(ConfigError, match=message):
         load_workflow(name, arguments)
+
+
+def test_a_template_that_does_not_show_tools_is_said(tokenizer, tmp_path):
+    warning = warning_of("multi_turn", {"tools": TOOLS}, tokenizer)
+    assert "the policy is not told of user_workflows:slow, user_workflows:add" in warning
+    shows = CHATML.replace("{% for", "{% if tools %}{{ tools | tojson }}{% endif %}{% for", 1)
+    showing = PromptTokenizer(write_tokenizer(tmp_path / "showing", template=shows))
+    assert warning_of("multi_turn", {"tools": TOOLS}, showing) is None
+    assert warning_of("multi_turn", {"tools": []}, tokenizer) is None
+    assert warning_of("single_turn", {}, tokenizer) is None
 
 
 async def test_user_code_is_found_by_name_with_its_arguments(tokenizer):

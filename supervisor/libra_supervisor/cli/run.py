@@ -14,7 +14,7 @@ from libra.config.load import current_environ, load_config
 from libra.errors import ConfigError, LibraError
 from libra.storage.checkpoints import read_checkpoint_manifest
 from libra.tracing.log import set_up_logging
-from libra.workflows.loading import load_workflow
+from libra.workflows.loading import load_workflow, warning_of
 from libra_supervisor.app.forking import plant_checkpoint
 from libra_supervisor.app.launch import (
     Launch,
@@ -128,7 +128,10 @@ def _opened(launch: Launch) -> Prompts:
     """Everything of the user's that is read in this process, checked before anything is started."""
     data = launch.config.data
     load_workflow(data.workflow, data.workflow_args)
-    return open_prompts(launch.config)
+    prompts = open_prompts(launch.config)
+    if warning := warning_of(data.workflow, data.workflow_args, prompts.tokenizer):
+        sys.stderr.write(f"warning: {warning}\n")
+    return prompts
 
 
 @contextmanager
