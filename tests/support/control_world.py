@@ -463,6 +463,7 @@ class World:
             case commands.KeepInstance(instance_id):
                 self.pending = [e for e in self.pending if e != events.InstanceDrained(instance_id)]
             case commands.RetireInstance(instance_id):
+                self.pending = [e for e in self.pending if not _is_replacement(e, instance_id)]
                 self._end_process(instance_id, is_asked_for=True)
                 self.pending.append(events.InstanceRetired(instance_id, is_clean=True))
                 self.placed.pop(instance_id, None)
@@ -634,6 +635,10 @@ class World:
     def _is_of(self, event, incarnation: Incarnation) -> bool:
         is_under_way = isinstance(event, _Replace)
         return not is_under_way and getattr(event, "incarnation", None) == incarnation
+
+
+def _is_replacement(event, instance_id) -> bool:
+    return isinstance(event, _Replace) and event.instance_id == instance_id
 
 
 _OF_GANG = (events.RankSaid, events.GangReady, events.ExportChecked)
