@@ -45,7 +45,6 @@ def _gaps(prefix: str, names: str, reason: str) -> tuple[Gap, ...]:
 
 
 PLANNER: Final = "global_resource_planner"
-ROLLOUT: Final = "heterogeneous_rollout"
 
 NOT_YET: Final = (
     *_gaps(
@@ -54,8 +53,6 @@ NOT_YET: Final = (
         "elastic_hybrid_replica_size_gpus elastic_hybrid_min_rollout_gpus",
         "the elastic runtime is not built",
     ),
-    Gap(f"{PLANNER}.runtime_manage_rollout_processes", "using servers of others is not built"),
-    Gap(f"{ROLLOUT}.endpoints", "using servers of others is not built"),
 )
 """Remove an entry when its option takes effect; nothing else has to change."""
 

@@ -17,6 +17,7 @@ from libra_supervisor.app.drain_watch import DrainWatch
 from libra_supervisor.app.engine import Engine, EngineSite
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
+from libra_supervisor.app.foreign import ForeignEngine
 from libra_supervisor.app.launch import Launch
 from libra_supervisor.app.parts import batch_shape
 from libra_supervisor.app.prompts import Prompts
@@ -95,8 +96,16 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             cores=launch.cores,
         )
 
+        endpoints = config.heterogeneous_rollout.endpoints
+        url_of = {
+            placement.instance_id: endpoint.url
+            for placement, endpoint in zip(launch.plan.instances, endpoints, strict=False)
+        }
+
         def make(placement: InstancePlacement, has_devices: bool) -> Engine:
             self.meter.add(placement.instance_id, placement.tp)
+            if url := url_of.get(placement.instance_id):
+                return ForeignEngine(site, placement, self.scheduler, url=url, rng=self.rng)
             return Engine(
                 site,
                 placement,

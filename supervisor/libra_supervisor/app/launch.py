@@ -204,8 +204,8 @@ def _on_devices(launch: Launch, *, held: Held) -> Launch:
     return msgspec.structs.replace(launch, devices=devices, cores=cores)
 
 
-def new_run_id(directory: RunDirectory) -> RunId:
-    return RunId(f"{directory.root.name}-{secrets.token_hex(2)}")
+def new_run_id(directory: RunDirectory, wanted: str = "") -> RunId:
+    return RunId(wanted or f"{directory.root.name}-{secrets.token_hex(2)}")
 
 
 def plan_in_words(plan: Plan) -> str:

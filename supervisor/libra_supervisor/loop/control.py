@@ -24,7 +24,7 @@ class Control(RunState):
             return ()
         done = (*self._dispatch(event, at), *proceed(self, at))
         self._note_groups(done, at)
-        return self._until_end(done)
+        return self._until_end(done, at)
 
     def _dispatch(  # noqa: C901, PLR0911, PLR0912 - a table
         self, event: events.Event, at: Moment
@@ -85,9 +85,9 @@ class Control(RunState):
             elif isinstance(command, commands.CancelGroup):
                 self.book.rollouts.on_cancelled(command.group_id, now=at.now)
 
-    def _until_end(self, done: tuple[Command, ...]) -> tuple[Command, ...]:
+    def _until_end(self, done: tuple[Command, ...], at: Moment) -> tuple[Command, ...]:
         for index, command in enumerate(done):
             if isinstance(command, commands.EndRun | commands.ChangePlan):
                 self.is_ending = True
-                return done[: index + 1]
+                return (*done[:index], *self.publication.on_run_ended(at=at), command)
         return done
