@@ -1,4 +1,4 @@
-"""The whole job with real parts while its plan changes: servers leave and join, the trainer goes on."""
+"""The whole job with real parts while its plan changes: servers leave and join."""
 
 import os
 import time
@@ -79,14 +79,20 @@ def test_real_servers_leave_and_join_while_steps_go_on_and_a_killed_supervisor_m
     job = elastic_job()
     job.until_step(2, 400)
     plan = plan_in(job.run_dir)
-    first = min(pid for pid, child in servers(job.run_dir).items() if child == "vllm-0")
+    one_leaves(job, plan)
+    another_joins(job, plan)
+    a_change_is_cut_off(job, elastic_job, plan)
 
+
+def one_leaves(job, plan):
     want(job.run_dir, with_instances(plan, 0), decision_id=1)
     less = nth_change(job, 1)
     assert (less.outcome, less.stopped) == ("done", ("vllm-1",)), less
     assert instances(job) == {"vllm-0"}
     job.until_step(newest_step(job) + 2, 200)
 
+
+def another_joins(job, plan):
     before = newest_step(job)
     want(job.run_dir, with_instances(plan, 0, 1), decision_id=2)
     more = nth_change(job, 2)
@@ -100,7 +106,10 @@ def test_real_servers_leave_and_join_while_steps_go_on_and_a_killed_supervisor_m
     steps = [line["step"] for line in job.steps()]
     assert steps == list(range(1, len(steps) + 1))
 
-    # A third change is cut off by SIGKILL while its server comes up.
+
+def a_change_is_cut_off(job, elastic_job, plan):
+    """By SIGKILL, while its server comes up."""
+    first = min(pid for pid, child in servers(job.run_dir).items() if child == "vllm-0")
     want(job.run_dir, with_instances(plan, 0), decision_id=3)
     assert nth_change(job, 3).outcome == "done"
     want(job.run_dir, with_instances(plan, 0, 1), decision_id=4)
