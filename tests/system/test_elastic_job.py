@@ -128,6 +128,51 @@ def a_change_is_cut_off(job, elastic_job, plan):
     assert job.wait(120) == 0
 
 
+def test_the_real_trainer_goes_on_in_another_layout_and_a_server_is_prewarmed(elastic_job):
+    job = elastic_job(
+        *("-o", "train_gpus=2", "-o", "rollout_gpus=1"),
+        *("-o", "heterogeneous_rollout.instances=[{tp: 1, count: 1}]"),
+        *("-o", f"{PLANNER}.runtime_reconfigure_training=true"),
+        *("-o", f"{PLANNER}.runtime_cluster_swap_enabled=true"),
+        *("-o", f"{PLANNER}.runtime_rollout_reconfigure_strategy=prewarm"),
+    )
+    job.until_step(2, 400)
+    plan = plan_in(job.run_dir)
+    assert (plan.train.tp, plan.train.dp) == (1, 2)
+
+    split = msgspec.structs.replace(plan.train, tp=2, dp=1)
+    want(job.run_dir, msgspec.structs.replace(plan, train=split), decision_id=1)
+    split_done = nth_change(job, 1)
+    assert split_done.outcome == "done", split_done
+    goes_on_with_the_same_policy(job)
+
+    # Training gives a device to rollout.
+    alone = msgspec.structs.replace(plan.train, dp=1, slots=plan.train.slots[:1])
+    want(
+        job.run_dir,
+        msgspec.structs.replace(with_instances(plan, 0, 2), train=alone),
+        decision_id=2,
+    )
+    swapped = nth_change(job, 2)
+    assert swapped.outcome == "done", swapped
+    assert "wait until vllm-1 needs a device" in swapped.transitions
+    assert swapped.plan.instances[-1].slots == (SlotId(2),)
+    goes_on_with_the_same_policy(job)
+    assert instances(job) == {"vllm-0", "vllm-1"}
+    job.process.terminate()
+    assert job.wait(120) == 0
+
+
+def goes_on_with_the_same_policy(job):
+    """Engines have the weights of the layout before: the trainer computes the same logprobs."""
+    step = newest_step(job)
+    job.until_step(step + 3, 200)
+    assert max(line["kl_mismatch"] for line in job.steps()) < 1e-3
+    steps = [line["step"] for line in job.steps()]
+    assert steps == list(range(1, len(steps) + 1))
+    assert said(job, "sample_failed") == []
+
+
 def answered_by(job, step) -> set[str]:
     """Instances that trajectories of steps from `step` on came from."""
     found = set()

@@ -1,5 +1,6 @@
 """The plan in force, and the change that is under way, if any. Pure."""
 
+from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -20,6 +21,7 @@ from libra_supervisor.loop.plan_memory import PlanMemory
 
 if TYPE_CHECKING:
     from libra.pools.reconfiguration import Order, Reconfiguration
+    from libra_supervisor.records.reconfiguration import ReconfigurationRecord
 
 
 class HybridPort(Protocol):
@@ -57,6 +59,12 @@ class PlanDesk:
 
         self.started_with = plan
         self._config = config
+        self.num_by_outcome = Counter[str]()
+        """Of changes, refused ones included, since this supervisor began."""
+
+        self.last: ReconfigurationRecord | None = None
+        """The newest of them that was not refused."""
+
         self._next_number = next_number_after(plan)
         self.lost: frozenset[Slot] = frozenset()
         self._kept = memory
