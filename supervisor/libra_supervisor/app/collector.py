@@ -94,12 +94,10 @@ class RunCollector(Collector):
         for outcome, number in plans.num_by_outcome.items():
             changes.add_metric([outcome], number)
         yield changes
-        if plans.last is None:
-            return
-        seconds = GaugeMetricFamily(
-            "libra_reconfiguration_seconds", "Of the newest change, by phase.", labels=["phase"]
+        seconds = CounterMetricFamily(
+            "libra_reconfiguration_seconds", "What they took, by phase.", labels=["phase"]
         )
-        for phase, spent_s in (*plans.last.phases.items(), ("stalled", plans.last.stalled_s)):
+        for phase, spent_s in plans.seconds_by_phase.items():
             seconds.add_metric([phase], spent_s)
         yield seconds
 

@@ -347,7 +347,6 @@ def _ended(
         for it in state.pool.members
         if it.state is MemberState.GONE
     )
-    plans.last = record
     return (*given_up, commands.WritePlan(result.plan), *_told(state, record))
 
 
@@ -377,7 +376,7 @@ def _record(
 
 
 def _told(state: RunState, record: ReconfigurationRecord) -> tuple[Command, ...]:
-    state.plans.num_by_outcome[record.outcome] += 1
+    state.plans.count(record)
     ended = events.ReconfigurationEnded(
         decision_id=record.decision_id,
         outcome=record.outcome,
