@@ -130,7 +130,7 @@ def a_change_is_cut_off(job, elastic_job, plan):
 
 def test_the_real_trainer_goes_on_in_another_layout_and_a_server_is_prewarmed(elastic_job):
     job = elastic_job(
-        *("-o", "train_gpus=2", "-o", "rollout_gpus=1"),
+        *("-o", "train_gpus=2", "-o", "rollout_gpus=1", "-o", "max_head_offpolicyness=0"),
         *("-o", "heterogeneous_rollout.instances=[{tp: 1, count: 1}]"),
         *("-o", f"{PLANNER}.runtime_reconfigure_training=true"),
         *("-o", f"{PLANNER}.runtime_cluster_swap_enabled=true"),
@@ -164,10 +164,11 @@ def test_the_real_trainer_goes_on_in_another_layout_and_a_server_is_prewarmed(el
 
 
 def goes_on_with_the_same_policy(job):
-    """Engines have the weights of the layout before: the trainer computes the same logprobs."""
+    """Without staleness the trainer computes what the engines did with the weights before."""
     step = newest_step(job)
     job.until_step(step + 3, 200)
-    assert max(line["kl_mismatch"] for line in job.steps()) < 1e-3
+    assert {line["staleness_max"] for line in job.steps()} == {0}
+    assert max(line["kl_mismatch"] for line in job.steps()) < 1e-5
     steps = [line["step"] for line in job.steps()]
     assert steps == list(range(1, len(steps) + 1))
     assert said(job, "sample_failed") == []
