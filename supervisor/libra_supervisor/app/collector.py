@@ -79,6 +79,27 @@ class RunCollector(Collector):
         yield dropped
         yield from self._of_event_loop()
         yield from self._of_reloads()
+        yield from self._of_plan()
+
+    def _of_plan(self) -> Iterator[Metric]:
+        plans = self._control.plans
+        slots = GaugeMetricFamily("libra_plan_slots", "Of the plan in force.", labels=["side"])
+        slots.add_metric(["train"], plans.plan.train.world_size)
+        slots.add_metric(["rollout"], plans.plan.num_rollout_gpus)
+        slots.add_metric(["hybrid"], plans.plan.num_hybrid_gpus)
+        yield slots
+        changes = CounterMetricFamily(
+            "libra_reconfigurations", "Changes of the plan that were wanted.", labels=["outcome"]
+        )
+        for outcome, number in plans.num_by_outcome.items():
+            changes.add_metric([outcome], number)
+        yield changes
+        seconds = CounterMetricFamily(
+            "libra_reconfiguration_seconds", "What they took, by phase.", labels=["phase"]
+        )
+        for phase, spent_s in plans.seconds_by_phase.items():
+            seconds.add_metric([phase], spent_s)
+        yield seconds
 
     def _of_reloads(self) -> Iterator[Metric]:
         counts = self._control.publication.counts
