@@ -4,7 +4,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -81,7 +81,14 @@ class FakeSupervisor:
     """Starts torchrun with `num_ranks` of libra.trainer and holds their links, by rank."""
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, num_ranks: int, *, restore: Path | None = None
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        num_ranks: int,
+        *,
+        restore: Path | None = None,
+        program: Sequence[str] = ("-m", "libra.trainer"),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         resolved = run_dir / "config.resolved.json"
@@ -100,13 +107,14 @@ class FakeSupervisor:
         if restore is not None:
             arguments += ["--restore", str(restore)]
         self.process = start_torchrun(
-            ["-m", "libra.trainer", *arguments],
+            [*program, *arguments],
             num_ranks,
             log=self.log,
             environment={
                 "LIBRA_CONTROL": str(control),
                 "LIBRA_RUN_ID": "run-under-test",
                 "LIBRA_ATTEMPT": "1",
+                **(environment or {}),
             },
         )
 

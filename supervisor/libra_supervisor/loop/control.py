@@ -7,11 +7,12 @@ from typing import assert_never
 
 import msgspec
 
-from libra.errors import InfeasiblePlanError
+from libra.errors import InfeasiblePlanError, InvariantError
 from libra.ids import GroupId, InstanceId, PolicyVersion
 from libra.pools.member import MemberState
 from libra.pools.pool import RolloutPool
 from libra.rollouts.evaluation import is_evaluated
+from libra.wire.hybrid import CoreJoined, LaneOpened, StepFollowed
 from libra.wire.rank import (
     AcksJudged,
     CheckpointSaved,
@@ -278,6 +279,8 @@ class Control:
             case RecomputeProbed():
                 probes = self._probe.on_probed(said)
                 return () if probes is None else (commands.JudgeProbe(self.attempt, probes),)
+            case LaneOpened() | CoreJoined() | StepFollowed():
+                raise InvariantError(f"nobody asked for a hybrid replica: {said}")
             case Hello() | ModelReady() | Heartbeat() | SaveBegun() | RankFailed():
                 # The gang keeps these: identity, readiness, liveness and the first cause.
                 return ()
