@@ -5,8 +5,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import numpy as np
-from safetensors.numpy import load_file
+import torch
+from safetensors.torch import load_file
 
 from libra.config.run import RunConfig
 from libra.hybrid.proof import write_key
@@ -35,7 +35,7 @@ from libra.wire.rank import (
     TrainStep,
     WeightsExported,
 )
-from trainer_gang import FakeSupervisor
+from trainer_gang import FakeSupervisor, Program
 
 RUN = RunId("run-under-test")
 STEP_WITHIN_S = 120.0
@@ -77,12 +77,14 @@ class HybridRun:
     def __exit__(self, *error: object) -> None:
         self._stack.__exit__(*error)
 
-    def start(self, name: str, **how: Any) -> ReplicaId:
-        """Start a replica; it becomes ready while other things go on. `how`: as FakeSupervisor."""
-        replica_id = ReplicaId(name)
-        program = (*how.pop("program", ("-m", "libra.trainer")), "--replica", name)
+    def start(self, name: str, program: Program | None = None) -> ReplicaId:
+        """Start a replica; it becomes ready while other things go on."""
+        replica_id, what = ReplicaId(name), program or Program()
         supervisor = FakeSupervisor(
-            self._config, self._directory / name, self._replica_size, program=program, **how
+            self._config,
+            self._directory / name,
+            self._replica_size,
+            program=what._replace(arguments=(*what.arguments, "--replica", name)),
         )
         self.replicas[replica_id] = self._stack.enter_context(supervisor)
         return replica_id
@@ -179,6 +181,10 @@ class HybridRun:
         for link in gang.links.values():
             assert link.expect(StepFollowed).step == step
 
+    def kill(self, replica_id: ReplicaId) -> None:
+        """End a replica at once, whatever it does."""
+        self.replicas[replica_id].process.kill()
+
     def leave(self, replica_id: ReplicaId) -> None:
         gang = self.replicas[replica_id]
         gang.send(Shutdown("it leaves"))
@@ -188,7 +194,7 @@ class HybridRun:
         gang = self.replicas[replica_id]
         return gang.links[0].expect(RankFailed)
 
-    def weights(self, who: FakeSupervisor | None, step: int, name: str) -> dict[str, np.ndarray]:
+    def weights(self, who: FakeSupervisor | None, step: int, name: str) -> dict[str, torch.Tensor]:
         """The whole model's weights, by name; of the core without `who`."""
         gang = who or self.core
         directory = self._directory / name
@@ -201,7 +207,7 @@ class HybridRun:
             )
         )
         gang.links[0].expect(WeightsExported)
-        found: dict[str, np.ndarray] = {}
+        found: dict[str, torch.Tensor] = {}
         for path in sorted(directory.glob("*.safetensors")):
             found |= load_file(path)
         return found
@@ -239,9 +245,8 @@ def num_sampled(sample: Sample) -> int:
     return sum(sample.loss_mask)
 
 
-def without(batch: MiniBatches, num_shards: int, gone: Sequence[int]) -> list[list[Sample]]:
-    """The samples of the shards that are left when those of `gone` never came."""
-    kept = [index for index in range(num_shards) if index not in gone]
+def chosen(batch: MiniBatches, num_shards: int, kept: Sequence[int]) -> list[list[Sample]]:
+    """The samples of the shards that came, when the others never did."""
     return [
         [sample for index in kept for sample in samples[index::num_shards]] for samples in batch
     ]
@@ -251,12 +256,11 @@ def relative_difference(got: dict[str, Any], wanted: dict[str, Any]) -> float:
     """The largest of all tensors' differences, each relative to the tensor's largest value."""
     assert got.keys() == wanted.keys()
     return max(
-        float(np.abs(got[name] - wanted[name]).max() / np.abs(wanted[name]).max())
-        for name in wanted
+        float((got[name] - wanted[name]).abs().max() / wanted[name].abs().max()) for name in wanted
     )
 
 
 def are_equal(got: dict[str, Any], wanted: dict[str, Any]) -> bool:
     """Whether they are the same to the last bit."""
     assert got.keys() == wanted.keys()
-    return all(np.array_equal(got[name], wanted[name]) for name in wanted)
+    return all(torch.equal(got[name], wanted[name]) for name in wanted)

@@ -3,12 +3,23 @@
 The measure is always a core alone on the same global batch.
 """
 
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 
-from hybrid_run import HybridRun, Membership, are_equal, relative_difference
+from hybrid_run import (
+    HybridRun,
+    Membership,
+    are_equal,
+    chosen,
+    relative_difference,
+)
+from libra.hybrid.fault import Fault
 from tiny_models import make_tiny_model
+from trainer_gang import Program
 from trainer_ranks import make_samples, run_config
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -30,8 +41,8 @@ def models(tmp_path_factory):
     return {kind: make_tiny_model(directory / kind, kind) for kind in KINDS_USED}
 
 
-def batch_of(step, *, num_mini_batches=1):
-    samples = make_samples(step, 12, VOCAB_SIZE)
+def batch_of(step, *, num_mini_batches=1, num_samples=12):
+    samples = make_samples(step, num_samples, VOCAB_SIZE)
     return [samples[index::num_mini_batches] for index in range(num_mini_batches)]
 
 
@@ -55,7 +66,7 @@ class Case(NamedTuple):
     kind: str = "qwen2"
     num_mini_batches: int = 1
     over_tcp: bool = False
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 def long(name, case):
@@ -140,3 +151,68 @@ def test_a_core_with_hybrids_learns_what_it_learns_alone(models, tmp_path, case)
             assert getattr(got.metrics, name) == pytest.approx(
                 getattr(expected.metrics, name), rel=1e-4 if is_exact else ROUGH, abs=1e-6
             ), (got.step, name)
+
+
+BAD = {
+    "nan": Fault.NOT_FINITE,
+    "norm": Fault.NORM,
+    "checksum": Fault.CHECKSUM,
+    "fence": Fault.FENCE,
+    "digest": Fault.DIGEST,
+    "garbage": Fault.GONE,
+    "killed": Fault.GONE,
+    "stopped": Fault.LATE,
+}
+"""What a member does in the middle of step 2, and what the core says about it."""
+
+
+def test_bad_members_are_dropped_by_all_ranks_alike_and_the_core_goes_on(models, tmp_path):
+    config = run_config(models["qwen2"], **options(elastic_hybrid_contribution_timeout_s=15))
+    whole = batch_of(2, num_samples=40)
+    with HybridRun(config, tmp_path / "with", 2, replica_size=1) as run:
+        good = run.start("good", Program(has_torchrun=False))
+        bad = [run.start(how, hostile(how)) for how in BAD]
+        # The good one is in the middle.
+        everyone = Membership(members=[*bad[:4], good, *bad[4:]])
+        run.until_ready()
+        run.open_lanes()
+        run.train(1, batch_of(1, num_samples=40))
+        snapshot = run.snapshot(1)
+        for name in everyone.members:
+            run.join(name, snapshot)
+        trained = [run.train(2, whole, who=everyone, survivors=[good])]
+        for name in bad:
+            run.kill(name)
+        trained.append(
+            run.train(3, batch_of(3, num_samples=40), who=Membership(members=[good], epoch=2))
+        )
+        weights = run.weights(None, 3, "weights")
+        assert are_equal(run.weights(run.replicas[good], 3, "good_weights"), weights)
+        left = chosen(whole, run.num_shards(everyone), [0, 1, 2 + everyone.members.index(good)])
+    assert {name: words.partition(" (")[0] for name, words in trained[0].dropped.items()} == {
+        name: BAD[name].words for name in bad
+    }
+    assert trained[1].dropped == {}
+    by_itself, wanted = trained_on(config, tmp_path / "alone", [left, batch_of(3, num_samples=40)])
+    for got, expected in zip(trained, by_itself, strict=True):
+        assert got.metrics.num_tokens == expected.metrics.num_tokens
+        assert got.metrics.loss == pytest.approx(expected.metrics.loss, rel=1e-5, abs=1e-7)
+        assert got.metrics.grad_norm == pytest.approx(expected.metrics.grad_norm, rel=1e-5)
+    assert relative_difference(weights, wanted) < TOLERANCE
+
+
+def hostile(how):
+    return Program(
+        arguments=(str(Path(__file__).parent / "hostile_replica.py"),),
+        environment={"HOSTILE": how, "HOSTILE_STEP": "2"},
+        has_torchrun=False,
+    )
+
+
+def trained_on(config, directory, batches):
+    """Steps from 2 on, and the last weights, of a core without members."""
+    with HybridRun(config, directory, 2, replica_size=1) as run:
+        run.until_ready()
+        run.train(1, batch_of(1, num_samples=40))
+        trained = [run.train(step, batch) for step, batch in enumerate(batches, start=2)]
+        return trained, run.weights(None, 1 + len(batches), "weights")
