@@ -6,7 +6,7 @@ import msgspec
 
 from libra.config.run import RunConfig
 from libra.errors import InfeasiblePlanError
-from libra.ids import InstanceId, NodeRank, SlotId
+from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
 
 
 class TrainPlacement(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +34,11 @@ class TrainPlacement(msgspec.Struct, frozen=True, kw_only=True):
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
 
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """What a gang is started with: another one needs another gang, other slots of it too."""
+        return (self.tp, self.pp, self.cp, self.ep, self.dp, self.micro_batch_size or 0)
+
 
 class InstancePlacement(msgspec.Struct, frozen=True, kw_only=True):
     """One vLLM server on `tp` slots of one node."""
@@ -41,7 +46,21 @@ class InstancePlacement(msgspec.Struct, frozen=True, kw_only=True):
     instance_id: InstanceId
     tp: int
     slots: tuple[SlotId, ...]
+    """Empty for a server that somebody else runs, on devices that are none of ours."""
+
     node: NodeRank = NodeRank(0)
+
+
+class HybridPlacement(msgspec.Struct, frozen=True, kw_only=True):
+    """One complete training replica on devices that rollout does without for a while."""
+
+    replica_id: ReplicaId
+    slots: tuple[SlotId, ...]
+    """In the rank order of the replica's own grid; nobody else's in the same plan."""
+
+    node: NodeRank = NodeRank(0)
+    nodes: tuple[NodeRank, ...] = ()
+    """Parallel to `slots` when ranks lie on several nodes; empty when all are on `node`."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,11 +68,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     strategy: str
     train: TrainPlacement
+    """The core: what trains with or without hybrid replicas."""
+
     instances: tuple[InstancePlacement, ...]
+    hybrids: tuple[HybridPlacement, ...] = ()
 
     @property
     def num_rollout_gpus(self) -> int:
         return sum(instance.tp for instance in self.instances)
+
+    @property
+    def num_hybrid_gpus(self) -> int:
+        return sum(len(hybrid.slots) for hybrid in self.hybrids)
 
 
 def configured_plan(config: RunConfig) -> Plan:
@@ -68,9 +94,10 @@ def configured_plan(config: RunConfig) -> Plan:
         raise InfeasiblePlanError(
             f"train_gpus {training.train_gpus} is not a multiple of TP x PP x CP = {model_parallel}"
         )
-    instances = tuple(_instances(config))
+    is_ours = planner.runtime_manage_rollout_processes
+    instances = tuple(_instances(config) if is_ours else _endpoints(config))
     num_rollout_gpus = sum(instance.tp for instance in instances)
-    if num_rollout_gpus != config.rollout.rollout_gpus:
+    if is_ours and num_rollout_gpus != config.rollout.rollout_gpus:
         raise InfeasiblePlanError(
             f"heterogeneous_rollout.instances use {num_rollout_gpus} GPUs, "
             f"rollout_gpus is {config.rollout.rollout_gpus}"
@@ -83,6 +110,7 @@ def configured_plan(config: RunConfig) -> Plan:
         raise InfeasiblePlanError(
             f"train_gpus {training.train_gpus} is below min_train_gpus {planner.min_train_gpus}"
         )
+    num_taken = sum(len(instance.slots) for instance in instances)
     return Plan(
         strategy="configured",
         train=TrainPlacement(
@@ -91,7 +119,7 @@ def configured_plan(config: RunConfig) -> Plan:
             cp=training.train_cp_size,
             ep=training.train_ep_size,
             dp=training.train_gpus // model_parallel,
-            slots=tuple(SlotId(num_rollout_gpus + index) for index in range(training.train_gpus)),
+            slots=tuple(SlotId(num_taken + index) for index in range(training.train_gpus)),
         ),
         instances=instances,
     )
@@ -103,6 +131,12 @@ def _instances(config: RunConfig) -> Iterator[InstancePlacement]:
         slots = tuple(SlotId(next_slot + offset) for offset in range(tp))
         next_slot += tp
         yield InstancePlacement(instance_id=InstanceId(f"vllm-{index}"), tp=tp, slots=slots)
+
+
+def _endpoints(config: RunConfig) -> Iterator[InstancePlacement]:
+    """Servers of others: on devices that are none of ours."""
+    for index, endpoint in enumerate(config.heterogeneous_rollout.endpoints):
+        yield InstancePlacement(instance_id=InstanceId(f"vllm-{index}"), tp=endpoint.tp, slots=())
 
 
 def _tp_degrees(config: RunConfig) -> Iterator[int]:

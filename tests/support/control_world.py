@@ -40,12 +40,13 @@ from libra.wire.rank import (
 )
 from libra_supervisor import events
 from libra_supervisor.loop import commands, cycle
-from libra_supervisor.loop.control import Control, Policy
+from libra_supervisor.loop.control import Control
 from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.publication import Publication, Terms
 from libra_supervisor.loop.rollout_desk import RolloutDesk
 from libra_supervisor.loop.rollout_state import encoded
+from libra_supervisor.loop.run_state import Policy
 
 RUN = RunId("run")
 PROBE = (1, 2, 3)
@@ -137,6 +138,7 @@ class World:
         self.written: list[commands.WriteStep] = []
         self.evaluated: list[commands.WriteEvaluation] = []
         self.reloads: list[commands.WriteReload] = []
+        self.reconfigurations: list[commands.WriteReconfiguration] = []
         self.stray_acks: list[commands.WriteStrayAck] = []
         self.pinned: list[frozenset[PolicyVersion]] = []
         """What was to be kept each time that versions were retired."""
@@ -404,6 +406,10 @@ class World:
                 self.replaced = command
             case commands.KnowInstance():
                 self.known.append(command)
+            case commands.WriteReconfiguration():
+                self.reconfigurations.append(command)
+            case commands.ReportReconfiguration(ended):
+                self.pending.append(ended)
             case commands.RetireVersions(pinned):
                 self.pinned.append(pinned)
 
