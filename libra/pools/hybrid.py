@@ -43,11 +43,11 @@ class Hybrid(msgspec.Struct, frozen=True, kw_only=True):
 
     replica_id: ReplicaId
     state: HybridState = HybridState.JOINING
-    since: float
-    """Instant of the last change of state."""
-
     is_ready: bool = False
     """Its processes have built the model."""
+
+    since: float = 0.0
+    """Instant when it was ready, or from which on it is catching up."""
 
     snapshot: int | None = None
     """The step whose snapshot it loads or has loaded."""
@@ -135,7 +135,7 @@ class HybridPool:
     """All replicas of a run, by id; ids are never used twice."""
 
     def __init__(self, *, join_timeout_s: float) -> None:
-        """`join_timeout_s`: for each of the two states before a replica is a member."""
+        """`join_timeout_s`: from ready until it has joined, and again until it is a member."""
         self._join_timeout_s = join_timeout_s
         self._hybrids: dict[ReplicaId, Hybrid] = {}
         self._epoch = 0
@@ -160,14 +160,14 @@ class HybridPool:
     def ids_in(self, *states: HybridState) -> tuple[ReplicaId, ...]:
         return tuple(it.replica_id for it in self._hybrids.values() if it.state in states)
 
-    def on_attach(self, replica_id: ReplicaId, *, now: float) -> Commands:
+    def on_attach(self, replica_id: ReplicaId) -> Commands:
         """A new replica is wanted."""
         if replica_id in self._hybrids:
             raise InvariantError(f"{replica_id} has been there before")
-        self._hybrids[replica_id] = Hybrid(replica_id=replica_id, since=now)
+        self._hybrids[replica_id] = Hybrid(replica_id=replica_id)
         return (StartReplica(replica_id),)
 
-    def on_detach(self, replica_id: ReplicaId, *, now: float) -> Commands:
+    def on_detach(self, replica_id: ReplicaId) -> Commands:
         """It is to leave: with the next step it is no member any more. Asking again is no harm."""
         hybrid = self._hybrids[replica_id]
         if hybrid.state in (HybridState.LEAVING, HybridState.GONE):
@@ -176,14 +176,16 @@ class HybridPool:
             # The step that goes on was promised its gradients.
             self._set(msgspec.structs.replace(hybrid, reason=_ASKED))
             return ()
-        return self._end(hybrid, _ASKED, now)
+        return self._end(hybrid, _ASKED)
 
-    def on_ready(self, replica_id: ReplicaId, *, step: int, is_saving: bool) -> Commands:
+    def on_ready(
+        self, replica_id: ReplicaId, *, step: int, is_saving: bool, now: float
+    ) -> Commands:
         """Its processes are up. `step`: the core's newest; `is_saving`: a checkpoint of it is."""
         hybrid = self._hybrids[replica_id]
-        if hybrid.state is not HybridState.JOINING:
+        if hybrid.state is not HybridState.JOINING or hybrid.is_ready:
             return ()
-        self._set(msgspec.structs.replace(hybrid, is_ready=True))
+        self._set(msgspec.structs.replace(hybrid, is_ready=True, since=now))
         return self.on_boundary(step=step, is_saving=is_saving)
 
     def on_boundary(self, *, step: int, is_saving: bool) -> Commands:
@@ -212,7 +214,7 @@ class HybridPool:
         hybrid = self._hybrids[replica_id]
         if hybrid.state is not HybridState.JOINING or hybrid.snapshot != step:
             return ()
-        self._move(hybrid, HybridState.CATCHING_UP, now, taken=step)
+        self._move(hybrid, HybridState.CATCHING_UP, since=now, taken=step)
         missed = [begun for number, begun in sorted(self._begun.items()) if number > step]
         return tuple(self._follow(replica_id, begun) for begun in missed)
 
@@ -223,12 +225,12 @@ class HybridPool:
             self._set(msgspec.structs.replace(hybrid, taken=step))
 
     def on_step_begins(
-        self, step: int, mini_batches: tuple[int, ...], *, now: float
+        self, step: int, mini_batches: tuple[int, ...]
     ) -> tuple[BegunStep | None, Commands]:
         """Freeze the membership of `step`; None when no replica has to do with it."""
         promoted = [it for it in self._hybrids.values() if _has_caught_up(it, step)]
         for hybrid in promoted:
-            self._move(hybrid, HybridState.MEMBER, now)
+            self._move(hybrid, HybridState.MEMBER)
         members = self.ids_in(HybridState.MEMBER)
         if members != self._last_members:
             self._last_members, self._epoch = members, self._epoch + 1
@@ -245,47 +247,47 @@ class HybridPool:
         news = [Joined(it.replica_id) for it in promoted]
         return begun, (*news, *(self._follow(replica_id, begun) for replica_id in following))
 
-    def on_trained(self, step: int, dropped: Mapping[ReplicaId, str], *, now: float) -> Commands:
+    def on_trained(self, step: int, dropped: Mapping[ReplicaId, str]) -> Commands:
         """The core took `step`; `dropped` are replicas whose contribution or weights were bad."""
         self._is_training = False
         result: list[Command | News] = []
         for replica_id, reason in dropped.items():
-            result += self.on_lost(replica_id, reason, now=now)
+            result += self.on_lost(replica_id, reason)
         for hybrid in list(self._hybrids.values()):
             if hybrid.state is HybridState.MEMBER and hybrid.reason:
-                result += self._end(hybrid, hybrid.reason, now)
+                result += self._end(hybrid, hybrid.reason)
         oldest = min((it.told for it in self._hybrids.values() if _is_kept_for(it)), default=step)
         for number in [it for it in self._begun if it <= oldest]:
             del self._begun[number]
         return tuple(result)
 
-    def on_lost(self, replica_id: ReplicaId, reason: str, *, now: float) -> Commands:
+    def on_lost(self, replica_id: ReplicaId, reason: str) -> Commands:
         """It fell out: dropped by the core, or its processes ended without being asked to."""
         hybrid = self._hybrids.get(replica_id)
         if hybrid is None or hybrid.state in (HybridState.LEAVING, HybridState.GONE):
             return ()
-        self._move(hybrid, HybridState.LEAVING, now, reason=reason)
+        self._move(hybrid, HybridState.LEAVING, reason=reason)
         return Lost(replica_id, reason), StopReplica(replica_id, reason)
 
-    def on_down(self, replica_id: ReplicaId, reason: str, *, now: float) -> Commands:
+    def on_down(self, replica_id: ReplicaId, reason: str) -> Commands:
         """Its processes are gone."""
         hybrid = self._hybrids[replica_id]
         if hybrid.state is HybridState.GONE:
             return ()
         was_told = hybrid.state is HybridState.LEAVING
         told_why = hybrid.reason
-        self._move(hybrid, HybridState.GONE, now, reason=told_why or reason)
+        self._move(hybrid, HybridState.GONE, reason=told_why or reason)
         if not was_told and told_why != _ASKED:
             return (Lost(replica_id, reason),)
         return (Left(replica_id),) if told_why == _ASKED else ()
 
-    def on_core_lost(self, *, now: float) -> Commands:
+    def on_core_lost(self) -> Commands:
         """The core starts anew from a checkpoint: what replicas hold is of no use to it."""
         self._saving, self._is_training = None, False
         self._begun.clear()
         result: list[Command | News] = []
         for replica_id in list(self._hybrids):
-            result += self.on_lost(replica_id, "the core was lost", now=now)
+            result += self.on_lost(replica_id, "the core was lost")
         return tuple(result)
 
     def on_tick(self, *, now: float) -> Commands:
@@ -294,12 +296,13 @@ class HybridPool:
             it
             for it in self._hybrids.values()
             if it.state in (HybridState.JOINING, HybridState.CATCHING_UP)
+            and it.is_ready
             and now - it.since >= self._join_timeout_s
         ]
         result: list[Command | News] = []
         for hybrid in late:
             reason = f"{hybrid.state.value} for {self._join_timeout_s:g} s"
-            result += self.on_lost(hybrid.replica_id, reason, now=now)
+            result += self.on_lost(hybrid.replica_id, reason)
         return tuple(result)
 
     def _follow(self, replica_id: ReplicaId, begun: BegunStep) -> Follow:
@@ -309,16 +312,16 @@ class HybridPool:
         self._set(msgspec.structs.replace(hybrid, told=begun.step))
         return Follow(replica_id, begun.step, begun.mini_batches, begun.epoch)
 
-    def _end(self, hybrid: Hybrid, reason: str, now: float) -> Commands:
-        self._move(hybrid, HybridState.LEAVING, now, reason=reason)
+    def _end(self, hybrid: Hybrid, reason: str) -> Commands:
+        self._move(hybrid, HybridState.LEAVING, reason=reason)
         return (StopReplica(hybrid.replica_id, reason),)
 
-    def _move(self, hybrid: Hybrid, state: HybridState, now: float, **changes: object) -> None:
+    def _move(self, hybrid: Hybrid, state: HybridState, **changes: object) -> None:
         if state not in _LEGAL_MOVES[hybrid.state]:
             raise InvariantError(
                 f"{hybrid.replica_id} cannot go from {hybrid.state.value} to {state.value}"
             )
-        self._set(msgspec.structs.replace(hybrid, state=state, since=now, **changes))
+        self._set(msgspec.structs.replace(hybrid, state=state, **changes))
 
     def _set(self, hybrid: Hybrid) -> None:
         self._hybrids[hybrid.replica_id] = hybrid

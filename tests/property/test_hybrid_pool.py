@@ -80,16 +80,16 @@ class Pools(RuleBasedStateMachine):
     def attach(self):
         replica_id = ReplicaId(f"hybrid-{self.count}")
         self.count += 1
-        self.obey(self.pool.on_attach(replica_id, now=self.now))
+        self.obey(self.pool.on_attach(replica_id))
         assert replica_id in self.replicas
         with pytest.raises(InvariantError, match="has been there"):
-            self.pool.on_attach(replica_id, now=self.now)
+            self.pool.on_attach(replica_id)
 
     @precondition(lambda self: self.replicas)
     @rule(data=st.data(), is_saving=st.booleans())
     def ready(self, data, is_saving):
         replica_id = data.draw(st.sampled_from(sorted(self.replicas)))
-        self.obey(self.pool.on_ready(replica_id, step=self.step, is_saving=is_saving))
+        self.obey(self.pool.on_ready(replica_id, step=self.step, is_saving=is_saving, now=self.now))
 
     @rule(is_saving=st.booleans())
     def boundary(self, is_saving):
@@ -119,7 +119,7 @@ class Pools(RuleBasedStateMachine):
         before = self.pool.ids_in(HybridState.MEMBER)
         mini_batches = tuple(range(num))
         self.training = number
-        begun, commands = self.pool.on_step_begins(number, mini_batches, now=self.now)
+        begun, commands = self.pool.on_step_begins(number, mini_batches)
         kept = {r: self.pool[r] for r in self.living(*ON_THE_WAY)}
         if begun is None:
             assert not commands
@@ -146,7 +146,7 @@ class Pools(RuleBasedStateMachine):
             chosen = data.draw(st.lists(st.sampled_from(taking), unique=True, max_size=2))
             dropped = dict.fromkeys(chosen, "bad")
         states = {r: self.pool[r].state for r in dropped}
-        self.obey(self.pool.on_trained(number, dropped, now=self.now))
+        self.obey(self.pool.on_trained(number, dropped))
         for replica_id in dropped:
             is_new = states[replica_id] not in (HybridState.LEAVING, HybridState.GONE)
             assert not is_new or self.replicas[replica_id].news[-1] is Lost
@@ -178,8 +178,8 @@ class Pools(RuleBasedStateMachine):
     def detach(self, data):
         replica_id = data.draw(st.sampled_from(sorted(self.replicas)))
         state = self.pool[replica_id].state
-        self.obey(self.pool.on_detach(replica_id, now=self.now))
-        again = self.pool.on_detach(replica_id, now=self.now)
+        self.obey(self.pool.on_detach(replica_id))
+        again = self.pool.on_detach(replica_id)
         assert again == ()
         is_promised = state is HybridState.MEMBER and self.training is not None
         if state is not HybridState.GONE:
@@ -190,13 +190,13 @@ class Pools(RuleBasedStateMachine):
     @rule(data=st.data())
     def crash(self, data):
         replica_id = data.draw(st.sampled_from(sorted(self.replicas)))
-        self.obey(self.pool.on_down(replica_id, "killed", now=self.now))
+        self.obey(self.pool.on_down(replica_id, "killed"))
         assert self.pool[replica_id].state is HybridState.GONE
         self.replicas[replica_id].orders.clear()
 
     @rule()
     def lose_core(self):
-        self.obey(self.pool.on_core_lost(now=self.now))
+        self.obey(self.pool.on_core_lost())
         self.training = self.saving = self.frozen = None
         for replica in self.replicas.values():
             replica.orders.clear()
@@ -207,7 +207,8 @@ class Pools(RuleBasedStateMachine):
         self.now += seconds
         self.obey(self.pool.on_tick(now=self.now))
         for hybrid in self.pool.hybrids:
-            assert hybrid.state not in ON_THE_WAY or self.now - hybrid.since < TIMEOUT_S
+            is_coming = hybrid.is_ready and hybrid.state in ON_THE_WAY
+            assert not is_coming or self.now - hybrid.since < TIMEOUT_S
 
     @invariant()
     def a_begun_step_keeps_its_membership(self):
@@ -247,8 +248,8 @@ TestPools = Pools.TestCase
 def pool_with_member():
     pool = HybridPool(join_timeout_s=TIMEOUT_S)
     name = ReplicaId("hybrid-0")
-    pool.on_attach(name, now=0.0)
-    assert pool.on_ready(name, step=4, is_saving=False) == (TakeSnapshot(4),)
+    pool.on_attach(name)
+    assert pool.on_ready(name, step=4, is_saving=False, now=0.0) == (TakeSnapshot(4),)
     assert pool.on_saved(4) == (Join(name, 4),)
     pool.on_joined(name, 4, now=1.0)
     return pool, name
@@ -256,7 +257,7 @@ def pool_with_member():
 
 def test_a_replica_contributes_from_the_first_step_after_its_snapshot():
     pool, name = pool_with_member()
-    begun, news = pool.on_step_begins(5, (0,), now=2.0)
+    begun, news = pool.on_step_begins(5, (0,))
     assert begun.members == (name,)
     assert news == (Joined(name),)
 
@@ -265,43 +266,43 @@ def test_the_epoch_changes_with_the_membership_and_only_then():
     pool, name = pool_with_member()
     epochs = []
     for step in (5, 6, 7):
-        begun, _ = pool.on_step_begins(step, (0,), now=2.0)
+        begun, _ = pool.on_step_begins(step, (0,))
         epochs.append(begun.epoch)
         pool.on_taken(name, step)
         dropped = {name: "its norm"} if step == 6 else {}
-        pool.on_trained(step, dropped, now=3.0)
+        pool.on_trained(step, dropped)
         if step == 6:
             break
-    pool.on_attach(ReplicaId("hybrid-1"), now=4.0)
-    pool.on_ready(ReplicaId("hybrid-1"), step=6, is_saving=False)
-    begun, _ = pool.on_step_begins(7, (0,), now=5.0)
+    pool.on_attach(ReplicaId("hybrid-1"))
+    pool.on_ready(ReplicaId("hybrid-1"), step=6, is_saving=False, now=0.0)
+    begun, _ = pool.on_step_begins(7, (0,))
     assert (epochs, begun.epoch, begun.members) == ([1, 1], 2, ())
 
 
 def test_a_step_that_a_joiner_missed_is_followed_once_it_is_there():
     pool = HybridPool(join_timeout_s=TIMEOUT_S)
     name = ReplicaId("hybrid-0")
-    pool.on_attach(name, now=0.0)
-    pool.on_ready(name, step=1, is_saving=False)
+    pool.on_attach(name)
+    pool.on_ready(name, step=1, is_saving=False, now=0.0)
     for step in (2, 3):
-        begun, commands = pool.on_step_begins(step, (0, 1), now=0.0)
+        begun, commands = pool.on_step_begins(step, (0, 1))
         assert (begun.members, begun.joiners, commands) == ((), (name,), ())
-        pool.on_trained(step, {}, now=0.0)
+        pool.on_trained(step, {})
     assert pool.on_saved(1) == (Join(name, 1),)
     follows = pool.on_joined(name, 1, now=1.0)
     assert follows == (Follow(name, 2, (0, 1), 0), Follow(name, 3, (0, 1), 0))
-    assert pool.on_step_begins(4, (0,), now=1.0)[0].members == ()
-    pool.on_trained(4, {}, now=1.0)
+    assert pool.on_step_begins(4, (0,))[0].members == ()
+    pool.on_trained(4, {})
     pool.on_taken(name, 2)
     pool.on_taken(name, 3)
-    assert pool.on_step_begins(5, (0,), now=1.0)[0].members == (name,)
+    assert pool.on_step_begins(5, (0,))[0].members == (name,)
 
 
 def test_a_member_asked_to_leave_in_a_step_ends_that_step():
     pool, name = pool_with_member()
-    pool.on_step_begins(5, (0,), now=2.0)
-    assert pool.on_detach(name, now=2.0) == ()
-    (stop,) = pool.on_trained(5, {}, now=3.0)
+    pool.on_step_begins(5, (0,))
+    assert pool.on_detach(name) == ()
+    (stop,) = pool.on_trained(5, {})
     assert isinstance(stop, StopReplica)
-    assert pool.on_down(name, "exit 0", now=4.0) == (Left(name),)
-    assert pool.on_step_begins(6, (0,), now=5.0) == (None, ())
+    assert pool.on_down(name, "exit 0") == (Left(name),)
+    assert pool.on_step_begins(6, (0,)) == (None, ())
