@@ -1,5 +1,6 @@
 """Sum, norm and copy of a gradient in one pass over it, a cache-sized block at a time."""
 
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,26 +27,26 @@ class Measured(NamedTuple):
     """Sum of squares in double precision; not finite exactly when one of the values is not."""
 
 
+def blocks(values: Floats) -> Iterator[Floats]:
+    """The parts of float32[n] that are looked at one after another."""
+    for start in range(0, len(values), BLOCK_VALUES):
+        yield values[start : start + BLOCK_VALUES]
+
+
 def checksum(values: Floats) -> int:
     """64 bits over the bytes of float32[n]; another order of the values gives another sum."""
     total = 0
-    for start in range(0, len(values), BLOCK_VALUES):
-        total = _next(total, values[start : start + BLOCK_VALUES])
+    for block in blocks(values):
+        total = _next(total, block)
     return total
 
 
-def measured(values: Floats, *, into: Floats | None = None) -> Measured:
-    """Checksum and square sum of float32[n], copied to `into` first when that is given.
-
-    Both are of the copy: what becomes of `values` later changes nothing.
-    """
+def measured(values: Floats, *, arrive: Callable[[Floats], None]) -> Measured:
+    """Checksum and square sum of float32[n], block by block, each after `arrive` has filled it."""
     total, squares = 0, 0.0
     wide = np.empty(min(BLOCK_VALUES, len(values)), np.float64)
-    for start in range(0, len(values), BLOCK_VALUES):
-        block = values[start : start + BLOCK_VALUES]
-        if into is not None:
-            np.copyto(into[start : start + len(block)], block)
-            block = into[start : start + len(block)]
+    for block in blocks(values):
+        arrive(block)
         total = _next(total, block)
         part = wide[: len(block)]
         np.copyto(part, block)
@@ -53,6 +54,15 @@ def measured(values: Floats, *, into: Floats | None = None) -> Measured:
         np.multiply(part, part, out=part)
         squares += float(part.sum())
     return Measured(total, squares)
+
+
+def copied_checksum(values: Floats, into: Floats) -> int:
+    """Copy float32[n]; returns the checksum of the copy."""
+    total = 0
+    for block, target in zip(blocks(values), blocks(into), strict=True):
+        np.copyto(target, block)
+        total = _next(total, target)
+    return total
 
 
 def _next(total: int, block: Floats) -> int:

@@ -17,7 +17,7 @@ from libra import clock
 from libra.errors import PeerError
 from libra.hybrid.address import LaneHello
 from libra.hybrid.channel import Channel, SharedValues, bytes_of
-from libra.hybrid.checksum import Floats, checksum, measured
+from libra.hybrid.checksum import Floats, blocks, checksum, copied_checksum, measured
 from libra.hybrid.fault import Ballot, Fault, fence_fault, value_fault
 from libra.hybrid.header import (
     HEADER_BYTES,
@@ -164,18 +164,22 @@ class Guest:
             self._changed.wait_for(lambda: self._arrived is None or not self.is_open)
         if not self.is_open:
             return
-        if self._incoming is None:
-            deadline = clock.monotonic() + self._terms.frame_timeout_s
-            self._channel.receive_into(bytes_of(self.values), deadline=deadline)
-            found = measured(self.values)
-        else:
-            found = measured(self._incoming, into=self.values)
+        found = measured(self.values, arrive=self._arrival())
         fault = value_fault(
             is_sum_right=found.checksum == header.checksum, square_sum=found.square_sum
         )
         with self._changed:
             self._arrived = Arrived(header, Ballot(fault, found.square_sum))
             self._changed.notify_all()
+
+    def _arrival(self) -> Callable[[Floats], None]:
+        """What fills the next block of a gradient that comes in."""
+        if self._incoming is not None:
+            # Copied: what the member does to its memory later must not matter.
+            source = blocks(self._incoming)
+            return lambda block: np.copyto(block, next(source))
+        deadline = clock.monotonic() + self._terms.frame_timeout_s
+        return lambda block: self._channel.receive_into(bytes_of(block), deadline=deadline)
 
     def _send(self) -> None:
         while (entry := self._next_entry()) is not None:
@@ -205,7 +209,7 @@ class Guest:
         if self._outgoing is None:
             found, length = checksum(entry.values), entry.values.nbytes
         else:
-            found, length = measured(entry.values, into=self._outgoing).checksum, 0
+            found, length = copied_checksum(entry.values, self._outgoing), 0
         header = msgspec.structs.replace(
             self._header(FrameKind.REDUCED, length=length),
             fence=entry.fence,
