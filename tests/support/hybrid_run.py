@@ -260,6 +260,15 @@ def relative_difference(got: dict[str, Any], wanted: dict[str, Any]) -> float:
     )
 
 
+def difference_of_norms(got: dict[str, Any], wanted: dict[str, Any]) -> float:
+    """The largest of all tensors' differences, norm over norm."""
+    assert got.keys() == wanted.keys()
+    return max(
+        float((got[name].double() - wanted[name].double()).norm() / wanted[name].double().norm())
+        for name in wanted
+    )
+
+
 def are_equal(got: dict[str, Any], wanted: dict[str, Any]) -> bool:
     """Whether they are the same to the last bit."""
     assert got.keys() == wanted.keys()

@@ -46,7 +46,6 @@ from libra_supervisor.ranks.failure import explained
 from libra_supervisor.ranks.link import RankLink, accept_ranks, rank_socket
 from libra_supervisor.ranks.roster import Roster
 from libra_supervisor.ranks.torchrun import (
-    TRAINER_ID,
     Attempt,
     GangSite,
     attempt_spec,
@@ -85,11 +84,12 @@ class Gang:
     ) -> None:
         """`hindrance` says why an attempt has to wait: memory in use on its devices."""
         self._site = site
+        self._socket_directory = site.socket_directory or site.directory.root
         self._post = post
         self._newest_step = 0
         self._hooks = _GangHooks(site, config, choose, self._hear, hindrance)
         self._supervision = Supervision(
-            TRAINER_ID,
+            site.child_id,
             self._hooks,
             spawner=spawner,
             # A step is minutes of work of all ranks: it is progress whenever it comes.
@@ -104,7 +104,7 @@ class Gang:
 
         Raises what `post` or `choose` raise, with the gang ended.
         """
-        with ungrouped(), rank_socket(self._site.directory.root) as (path, listener):
+        with ungrouped(), rank_socket(self._socket_directory) as (path, listener):
             self._hooks.control_socket = path
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(
