@@ -102,14 +102,14 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """It fell out without being asked to leave."""
+    """It fell out without being asked to leave, and its processes are gone."""
 
     replica_id: ReplicaId
     reason: str
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
-    """It is gone as it was asked to be."""
+    """Its processes are gone, as they were asked to be."""
 
     replica_id: ReplicaId
 
@@ -178,18 +178,17 @@ class HybridPool:
             return ()
         return self._end(hybrid, _ASKED)
 
-    def on_ready(
-        self, replica_id: ReplicaId, *, step: int, is_saving: bool, now: float
-    ) -> Commands:
-        """Its processes are up. `step`: the core's newest; `is_saving`: a checkpoint of it is."""
+    def on_ready(self, replica_id: ReplicaId, *, now: float) -> None:
+        """Its processes are up; at the next `on_boundary` it is thought of."""
         hybrid = self._hybrids[replica_id]
-        if hybrid.state is not HybridState.JOINING or hybrid.is_ready:
-            return ()
-        self._set(msgspec.structs.replace(hybrid, is_ready=True, since=now))
-        return self.on_boundary(step=step, is_saving=is_saving)
+        if hybrid.state is HybridState.JOINING and not hybrid.is_ready:
+            self._set(msgspec.structs.replace(hybrid, is_ready=True, since=now))
 
     def on_boundary(self, *, step: int, is_saving: bool) -> Commands:
-        """The core may be between two steps; a snapshot is asked for if one is wanted."""
+        """The core is at `step`, perhaps between two steps: a snapshot if one is wanted.
+
+        `is_saving`: a checkpoint is being written, which a snapshot would hold the core up for.
+        """
         waiting = [it for it in self._hybrids.values() if _wants_snapshot(it)]
         if not waiting or self._is_training or self._saving is not None or is_saving:
             return ()
@@ -266,20 +265,16 @@ class HybridPool:
         hybrid = self._hybrids.get(replica_id)
         if hybrid is None or hybrid.state in (HybridState.LEAVING, HybridState.GONE):
             return ()
-        self._move(hybrid, HybridState.LEAVING, reason=reason)
-        return Lost(replica_id, reason), StopReplica(replica_id, reason)
+        return self._end(hybrid, reason)
 
     def on_down(self, replica_id: ReplicaId, reason: str) -> Commands:
         """Its processes are gone."""
         hybrid = self._hybrids[replica_id]
         if hybrid.state is HybridState.GONE:
             return ()
-        was_told = hybrid.state is HybridState.LEAVING
-        told_why = hybrid.reason
-        self._move(hybrid, HybridState.GONE, reason=told_why or reason)
-        if not was_told and told_why != _ASKED:
-            return (Lost(replica_id, reason),)
-        return (Left(replica_id),) if told_why == _ASKED else ()
+        why = hybrid.reason or reason
+        self._move(hybrid, HybridState.GONE, reason=why)
+        return (Left(replica_id) if why == _ASKED else Lost(replica_id, why),)
 
     def on_core_lost(self) -> Commands:
         """The core starts anew from a checkpoint: what replicas hold is of no use to it."""
