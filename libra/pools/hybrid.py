@@ -151,6 +151,11 @@ class HybridPool:
         return self._epoch
 
     @property
+    def saving(self) -> int | None:
+        """The step whose snapshot the core is writing."""
+        return self._saving
+
+    @property
     def hybrids(self) -> tuple[Hybrid, ...]:
         return tuple(self._hybrids.values())
 

@@ -12,6 +12,9 @@ from typing import Literal
 
 import msgspec
 
+from libra.config.model import ModelConfig
+from libra.config.planning import PlannerConfig
+from libra.config.run import RunConfig
 from libra.config.weights import ReloadMethod, ReloadStrategy, WeightsConfig
 from libra.ids import (
     ChildId,
@@ -21,7 +24,10 @@ from libra.ids import (
     PolicyVersion,
     PromptId,
     RunId,
+    SlotId,
 )
+from libra.planner.plan import InstancePlacement, Plan, TrainPlacement
+from libra.pools.change_policy import policy_of
 from libra.pools.pool import RolloutPool
 from libra.rollouts.accounts import BufferLimits
 from libra.rollouts.evaluation import EvaluationTerms, is_evaluated
@@ -43,6 +49,7 @@ from libra_supervisor.loop import commands, cycle
 from libra_supervisor.loop.control import Control
 from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.moment import Moment
+from libra_supervisor.loop.plan_desk import PlanDesk
 from libra_supervisor.loop.publication import Publication, Terms
 from libra_supervisor.loop.rollout_desk import RolloutDesk
 from libra_supervisor.loop.rollout_state import encoded
@@ -94,6 +101,19 @@ class ListCursor:
         self._visit = int(state)
 
 
+def still_plans(ids) -> PlanDesk:
+    """The desk of a run whose plan is never changed."""
+    plan = Plan(
+        strategy="configured",
+        train=TrainPlacement(tp=1, pp=1, cp=1, ep=1, dp=1, slots=(SlotId(len(ids)),)),
+        instances=tuple(
+            InstancePlacement(instance_id=it, tp=1, slots=(SlotId(k),)) for k, it in enumerate(ids)
+        ),
+    )
+    config = RunConfig(model=ModelConfig(model_path="m"))
+    return PlanDesk(plan, policy_of(PlannerConfig(), num_slots=8), config=config)
+
+
 class Process(msgspec.Struct, kw_only=True):
     """One engine process as it really is."""
 
@@ -122,6 +142,7 @@ class World:
         reload_strategy: ReloadStrategy = "parallel",
         sync_mode: Literal["restart", "nccl"] = "restart",
         num_probes: int = 0,
+        plans: PlanDesk | None = None,
         probe_error_of: Callable[[InstanceId], float] = lambda _: 0.0,
     ) -> None:
         self.now = 0.0
@@ -222,6 +243,7 @@ class World:
                 transfers=sync_mode == "nccl",
                 num_probes=num_probes,
             ),
+            plans=plans or still_plans(self._ids),
         )
 
     def boot(self) -> None:

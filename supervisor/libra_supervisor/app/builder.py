@@ -8,11 +8,12 @@ from typing import Final
 import msgspec
 
 from libra.data.dataset import PromptDataset
-from libra.ids import ChildId, RunId
-from libra.planner.plan import InstancePlacement
+from libra.ids import ChildId, InstanceId, RunId
+from libra.planner.plan import HybridPlacement, InstancePlacement, TrainPlacement
 from libra.scheduling.scheduler import Scheduler
 from libra.workflows.loading import load_workflow
 from libra_supervisor.app.device_gate import DeviceGate
+from libra_supervisor.app.drain_watch import DrainWatch
 from libra_supervisor.app.engine import Engine, EngineSite
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
@@ -21,6 +22,7 @@ from libra_supervisor.app.launch import Launch
 from libra_supervisor.app.parts import batch_shape
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import CheckpointChooser
+from libra_supervisor.app.replicas import Hear, Replicas, make_lane_key
 from libra_supervisor.app.routing import EngineRouter
 from libra_supervisor.app.scoring import reward_pool_of
 from libra_supervisor.events import Event
@@ -40,6 +42,17 @@ from libra_supervisor.shared_load.directory import SharedDirectory
 from libra_supervisor.shared_load.exchange import LoadExchange
 
 LOOPBACK: Final = "127.0.0.1"
+NUM_PORTS: Final = 65_536
+
+
+def port_of(instance_id: InstanceId, base: int) -> int:
+    """`rollout_port_base` plus the number in the id, which no other instance of the run has had.
+
+    0 takes any. A run of so many instances that the ports end goes on at the base.
+    """
+    if not base:
+        return 0
+    return base + int(instance_id.rpartition("-")[2]) % (NUM_PORTS - base)
 
 
 class Builder(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,12 +96,40 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             meter=self.meter,
             cores=launch.cores,
         )
-        engines = [
-            self._engine(site, index, placement, served_directory)
-            for index, placement in enumerate(launch.plan.instances)
-        ]
+
+        endpoint_of = dict(
+            zip(
+                [it.instance_id for it in launch.plan.instances],
+                config.heterogeneous_rollout.endpoints,
+                strict=False,
+            )
+        )
+
+        def make(placement: InstancePlacement, has_devices: bool) -> Engine:
+            self.meter.add(placement.instance_id, placement.tp)
+            if (endpoint := endpoint_of.get(placement.instance_id)) is not None:
+                return ForeignEngine(
+                    site, placement, self.scheduler, url=endpoint.url, rng=self.rng
+                )
+            return Engine(
+                site,
+                placement,
+                self.scheduler,
+                port=port_of(placement.instance_id, config.rollout.rollout_port_base),
+                served_directory=served_directory,
+                rng=self.rng,
+                gate=self._gate(
+                    ChildId(placement.instance_id),
+                    placement.slots,
+                    needed_fraction=config.rollout.gpu_memory_utilization,
+                ),
+                has_devices=has_devices,
+            )
+
         return Fleet(
-            engines,
+            launch.plan.instances,
+            make=make,
+            watch=DrainWatch(self.scheduler, self.room, self.inbox.post),
             config=config.supervision,
             spawner=self.spawner,
             weights=config.weights,
@@ -96,47 +137,9 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             rng=self.rng,
         )
 
-    def _engine(
-        self,
-        site: EngineSite,
-        index: int,
-        placement: InstancePlacement,
-        served_directory: Callable[[], Path | None],
-    ) -> Engine:
-        config = self.launch.config
-        if endpoints := config.heterogeneous_rollout.endpoints:
-            url = endpoints[index].url
-            return ForeignEngine(site, placement, self.scheduler, url=url, rng=self.rng)
-        base = config.rollout.rollout_port_base
-        return Engine(
-            site,
-            placement,
-            self.scheduler,
-            port=base + index if base else 0,
-            served_directory=served_directory,
-            rng=self.rng,
-            gate=self._gate(
-                ChildId(placement.instance_id),
-                placement.slots,
-                needed_fraction=config.rollout.gpu_memory_utilization,
-            ),
-        )
-
     def gang(self) -> Gang:
         launch = self.launch
-        on_cuda = launch.device == "cuda"
-        slots = launch.plan.train.slots
-        devices = tuple(launch.devices[slot] for slot in slots)
-        site = GangSite(
-            run_id=self.run_id,
-            directory=launch.directory,
-            placement=launch.plan.train,
-            device=launch.device,
-            env=dict(launch.environ),
-            visible_devices=devices if on_cuda else (),
-            rank_cores=tuple(launch.cores[slot] for slot in slots) if launch.cores else (),
-        )
-        gate = self._gate(TRAINER_ID, slots, needed_fraction=None)
+        site, gate = self.gang_site(launch.plan.train), self._gang_gate(launch.plan.train)
         return Gang(
             site,
             spawner=self.spawner,
@@ -145,6 +148,65 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             post=self.inbox.post,
             rng=self.rng,
             hindrance=None if gate is None else gate.hindrance,
+        )
+
+    def replicas(self) -> Replicas:
+        """Gangs for hybrid replicas, in the core's layout but for data parallelism."""
+        directory = self.launch.directory
+        make_lane_key(directory)
+        train = self.launch.plan.train
+        grid = train.tp * train.pp * train.cp
+
+        async def from_base(_attempt: int) -> None:
+            return None
+
+        def make(placement: HybridPlacement, hear: Hear) -> Gang:
+            own = msgspec.structs.replace(
+                train, dp=len(placement.slots) // grid, slots=placement.slots
+            )
+            name = placement.replica_id
+            sockets = directory.hybrid / name
+            sockets.mkdir(mode=0o700, parents=True, exist_ok=True)
+            site = msgspec.structs.replace(
+                self.gang_site(own),
+                child_id=ChildId(name),
+                arguments=("--replica", name),
+                socket_directory=sockets,
+                is_restarted=False,
+            )
+            gate = self._gate(ChildId(name), placement.slots, needed_fraction=None)
+            return Gang(
+                site,
+                spawner=self.spawner,
+                config=self.launch.config.supervision,
+                choose=from_base,
+                post=hear,
+                rng=self.rng,
+                hindrance=None if gate is None else gate.hindrance,
+            )
+
+        return Replicas(make, self.inbox.post)
+
+    def reshape(self, gang: Gang, placement: TrainPlacement) -> None:
+        gate = self._gang_gate(placement)
+        gang.reshape(self.gang_site(placement), None if gate is None else gate.hindrance)
+
+    def _gang_gate(self, placement: TrainPlacement) -> DeviceGate | None:
+        return self._gate(TRAINER_ID, placement.slots, needed_fraction=None)
+
+    def gang_site(self, placement: TrainPlacement) -> GangSite:
+        launch = self.launch
+        on_cuda = launch.device == "cuda"
+        slots = placement.slots
+        devices = tuple(launch.devices[slot] for slot in slots)
+        return GangSite(
+            run_id=self.run_id,
+            directory=launch.directory,
+            placement=placement,
+            device=launch.device,
+            env=dict(launch.environ),
+            visible_devices=devices if on_cuda else (),
+            rank_cores=tuple(launch.cores[slot] for slot in slots) if launch.cores else (),
         )
 
     def _gate(

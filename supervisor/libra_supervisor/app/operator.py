@@ -14,6 +14,7 @@ from libra.scheduling.explanation import InstanceView
 from libra.scheduling.request import RouteRequest
 from libra.scheduling.scheduler import Scheduler
 from libra.wire.api import ChildStatus, StatusSnapshot, Verb, VerbReply, VerbRequest
+from libra_supervisor.app.launch import plan_in_words
 from libra_supervisor.app.routing import OWN_CATEGORY
 from libra_supervisor.display.progress import Progress, eta_s
 from libra_supervisor.events import (
@@ -36,7 +37,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     run_id: RunId
     directory: RunDirectory
-    plan_in_words: str
     total_steps: int | None
     started_at: float
     manages_engines: bool = True
@@ -88,7 +88,7 @@ class Operator:
             num_buffered=progress.num_buffered,
             uptime_s=progress.elapsed_s,
             eta_s=progress.eta_s,
-            plan=self._facts.plan_in_words,
+            plan=plan_in_words(self._control.plans.plan),
             children=(self._trainer(), *self._engines()),
             oldest_wait=self._oldest_wait(),
         )
@@ -257,6 +257,7 @@ _WAITS: Final = {
     Phase.TRAINING: "rollouts go on while the trainer trains",
     Phase.SAVING: "the trainer writes a checkpoint",
     Phase.EVALUATING: "the trainer waits for the evaluation of the version before",
+    Phase.RESHAPING: "the trainer is being started anew in another layout; rollouts go on",
     Phase.STOPPED: "stopping",
 }
 

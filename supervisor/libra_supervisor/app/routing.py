@@ -73,6 +73,9 @@ class SchedulerRouting:
         self._scheduler.set_ready(instance_id, True, now)
         self._scheduler.drain_instance(instance_id, False, now)
 
+    def forget(self, instance_id: InstanceId) -> None:
+        self._scheduler.remove_instance(instance_id)
+
     def withdraw(self, instance_id: InstanceId, *, is_draining: bool) -> None:
         now = clock.now()
         if is_draining:

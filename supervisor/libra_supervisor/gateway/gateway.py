@@ -206,6 +206,7 @@ class Gateway:
     ) -> web.StreamResponse:
         """Pass on events as they come. Once the first is out, nothing is tried again."""
         response = web.StreamResponse(headers=_stamped(answer, placement, is_whole=False))
+        placement.pin()
         try:
             await response.prepare(request)
             await self._forward(engine, answer, response, placement)

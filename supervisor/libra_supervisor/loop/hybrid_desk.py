@@ -1,13 +1,13 @@
 """Hybrid replicas between the plan, the core and their own gangs. Pure.
 
-The machine `libra.pools.hybrid` says who takes part; here that becomes messages for ranks: lanes are
-opened at the core, snapshots are taken and thrown away, replicas are told to join and to follow.
+The machine `libra.pools.hybrid` says who takes part. Here that becomes messages to ranks: lanes
+are opened at the core, snapshots are taken and thrown away, replicas are told to join and follow.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never
 
 import msgspec
 
@@ -16,6 +16,7 @@ from libra.ids import ReplicaId, RunId
 from libra.planner.plan import HybridPlacement
 from libra.pools import hybrid
 from libra.pools.hybrid import BegunStep, HybridPool, HybridState
+from libra.rollouts.batch import BatchShape
 from libra.wire.hybrid import (
     CoreJoined,
     FollowStep,
@@ -33,6 +34,9 @@ from libra_supervisor.loop.commands import Command
 News: TypeAlias = events.HybridJoined | events.HybridLost | events.HybridLeft
 
 
+LANE_KEY: Final = "lanes.key"
+
+
 class HybridTerms(msgspec.Struct, frozen=True, kw_only=True):
     """What the desk needs of the configuration."""
 
@@ -47,10 +51,12 @@ class HybridTerms(msgspec.Struct, frozen=True, kw_only=True):
     """Data-parallel ranks of a replica; each gets a shard of its own."""
 
     join_timeout_s: float
+    shape: BatchShape
+    """Of the core's batches."""
 
     @property
     def key_path(self) -> str:
-        return str(Path(self.directory, "lanes.key"))
+        return str(Path(self.directory, LANE_KEY))
 
     def snapshot_of(self, step: int) -> str:
         return str(Path(self.directory, f"step_{step:06d}"))
@@ -170,7 +176,7 @@ class HybridDesk:
         self._is_opening = True
         terms = self.terms
         opening = OpenLanes(terms.run_id, terms.key_path, terms.replica_size)
-        return (commands.MakeLaneKey(terms.key_path), commands.TellRanks(self._attempt, opening))
+        return (commands.TellRanks(self._attempt, opening),)
 
     def _join_if_open(self) -> tuple[Command, ...]:
         if len(self._lanes) < self.terms.replica_size:
@@ -233,7 +239,8 @@ class HybridDesk:
     def _drop_snapshots(self) -> tuple[Command, ...]:
         """Throw away what nobody is going to load any more."""
         coming = self.pool.ids_in(HybridState.JOINING)
-        wanted = {self.pool[replica_id].snapshot for replica_id in coming}
+        # The core is still writing the one that is being saved.
+        wanted = {self.pool[replica_id].snapshot for replica_id in coming} | {self.pool.saving}
         doomed = sorted(self._snapshots - wanted)
         self._snapshots -= set(doomed)
         return tuple(commands.DropSnapshot(self.terms.snapshot_of(step)) for step in doomed)

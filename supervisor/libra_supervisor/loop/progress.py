@@ -2,10 +2,11 @@
 
 from libra.ids import PolicyVersion
 from libra.pools.member import MemberState
-from libra_supervisor.loop import commands
+from libra_supervisor.loop import hybrid_life
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.cycle import Phase
 from libra_supervisor.loop.moment import Moment
+from libra_supervisor.loop.plan_life import follow_change
 from libra_supervisor.loop.run_state import RunState
 
 
@@ -16,9 +17,11 @@ def proceed(state: RunState, at: Moment) -> tuple[Command, ...]:
         *_finish_publication(state, at),
         *_finish_evaluation(state, at),
         *state.publication.catch_up(at=at, held=state.cycle.held_version),
+        *hybrid_life.between_steps(state, at),
         *_take_batch(state, at),
         *_publish_when_nobody_serves(state, at),
         *_admit(state, at),
+        *follow_change(state, at),
     )
 
 
@@ -68,7 +71,7 @@ def _finish_evaluation(state: RunState, at: Moment) -> tuple[Command, ...]:
 
 
 def _take_batch(state: RunState, at: Moment) -> tuple[Command, ...]:
-    if state.cycle.phase is not Phase.COLLECTING:
+    if state.cycle.phase is not Phase.COLLECTING or state.cycle.is_hold_wanted:
         return ()
     trainer_version = PolicyVersion(state.cycle.step)
     groups = state.desk.take_batch(trainer_version)
@@ -79,7 +82,7 @@ def _take_batch(state: RunState, at: Moment) -> tuple[Command, ...]:
     step = state.cycle.step + 1
     state.book.on_batch_taken(step, groups, trainer_version, at)
     return (
-        commands.SendBatch(state.attempt, step, groups),
+        *hybrid_life.step_begins(state, step, groups, at),
         *state.follow(state.cycle.on_batch_taken(step), at),
     )
 

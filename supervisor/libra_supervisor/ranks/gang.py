@@ -37,7 +37,7 @@ from libra_supervisor.process.lifecycle import (
     Verdict,
     deadlines_from,
 )
-from libra_supervisor.process.restart import RestartBudget, policy_from
+from libra_supervisor.process.restart import RestartBudget, RestartPolicy, policy_from
 from libra_supervisor.process.spawn import Spawner
 from libra_supervisor.process.spec import ProcessSpec
 from libra_supervisor.process.supervise import Supervision
@@ -92,8 +92,7 @@ class Gang:
             site.child_id,
             self._hooks,
             spawner=spawner,
-            # A step is minutes of work of all ranks: it is progress whenever it comes.
-            budget=RestartBudget(msgspec.structs.replace(policy_from(config), stable_s=0.0)),
+            budget=RestartBudget(_restarts(site, config)),
             deadlines=gang_deadlines(config),
             post=self._pass_on,
             rng=rng,
@@ -121,6 +120,12 @@ class Gang:
 
     def restart(self) -> None:
         """Start another attempt on purpose; costs nothing of the budget."""
+        self._supervision.restart()
+
+    def reshape(self, site: GangSite, hindrance: Hindrance | None) -> None:
+        """Start another attempt on purpose, in the place and layout that `site` says."""
+        self._site = site
+        self._hooks.settle(site, hindrance)
         self._supervision.restart()
 
     def status(self) -> ChildStatus:
@@ -174,6 +179,12 @@ class Gang:
             await self._post(GangGaveUp(self._hooks.exit_code, f"{reason}{lines}"))
 
 
+def _restarts(site: GangSite, config: SupervisionConfig) -> RestartPolicy:
+    # A step is minutes of work of all ranks: it is progress whenever it comes.
+    policy = msgspec.structs.replace(policy_from(config), stable_s=0.0)
+    return policy if site.is_restarted else msgspec.structs.replace(policy, max_in_window=0)
+
+
 def gang_deadlines(config: SupervisionConfig) -> Deadlines:
     """As configured, with a short grace.
 
@@ -209,6 +220,10 @@ class _GangHooks(ChildHooks):
         self._oom_kills_before = 0
         self._hangs = False
         self.roster = self._new_roster(0)
+
+    def settle(self, site: GangSite, hindrance: Hindrance | None) -> None:
+        """The next attempt starts there."""
+        self._site, self._hindrance = site, hindrance
 
     async def welcome(self, hello: Hello, link: RankLink) -> None:
         await self.roster.welcome(hello, link)

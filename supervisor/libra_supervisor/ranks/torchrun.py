@@ -48,6 +48,9 @@ class GangSite(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...] = ()
     """For the program, after the ones that every gang has."""
 
+    is_restarted: bool = True
+    """False: the first loss is the last."""
+
     socket_directory: Path | None = None
     """Where its ranks' socket lives; None: the run's directory, which is the core's."""
 
