@@ -235,6 +235,7 @@ def _obey_as_replica(
             learner.follow(command)
         return StepFollowed(rank=rank, step=command.step)
     began_at = clock.monotonic()
+    learner.beat("join the core")
     with spans.span(Phase.RESTORE, directory=command.snapshot):
         restore_checkpoint(trainer, Path(command.snapshot))
     restore_s = clock.monotonic() - began_at

@@ -2,7 +2,7 @@
 
 from libra.ids import PolicyVersion
 from libra.pools.member import MemberState
-from libra_supervisor.loop import hybrid_life
+from libra_supervisor.loop import commands, hybrid_life
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.cycle import Phase
 from libra_supervisor.loop.moment import Moment
@@ -33,10 +33,18 @@ def _begin_when_ready(state: RunState, at: Moment) -> tuple[Command, ...]:
     num_gpus = sum(state.pool[i].num_gpus for i in state.pool.answering_ids)
     if not state.pool.is_settled or num_gpus < state.policy.min_rollout_gpus:
         return ()
+    asked: tuple[Command, ...] = ()
     if not state.policy.publishes:
         state.publication.keep_base(PolicyVersion(0))
+        # They answered before there was a version that could be served.
+        members = [state.pool[instance_id] for instance_id in state.pool.answering_ids]
+        asked = tuple(
+            commands.AskInstance(it.instance_id, it.incarnation)
+            for it in members
+            if it.incarnation is not None
+        )
     begun = state.cycle.on_parts_ready(restored_step=state.ready_step, now=at.now)
-    return state.follow(begun, at)
+    return (*asked, *state.follow(begun, at))
 
 
 def _finish_publication(state: RunState, at: Moment) -> tuple[Command, ...]:
