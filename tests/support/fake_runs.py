@@ -72,7 +72,9 @@ class FakeRun:
         self.env = {**os.environ, "PYTHONPATH": path}
         if has_real_trainer:
             self.env["FAKE_RUN_TRAINER"] = "real"
-            make_tiny_model(folder / "model", "qwen3")
+            made = make_tiny_model(folder / "trained", "qwen3")
+            for name in ("config.json", "model.safetensors"):
+                (made / name).rename(folder / "model" / name)
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *arguments: str) -> None:
