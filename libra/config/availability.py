@@ -53,11 +53,6 @@ NOT_YET: Final = (
         "elastic_hybrid_replica_size_gpus elastic_hybrid_min_rollout_gpus",
         "the elastic runtime is not built",
     ),
-    *_gaps(
-        PLANNER,
-        "runtime_batch_collection_timeout_s runtime_batch_collection_max_retries",
-        "batch collection has no timeout of its own",
-    ),
 )
 """Remove an entry when its option takes effect; nothing else has to change."""
 

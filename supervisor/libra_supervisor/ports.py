@@ -94,6 +94,9 @@ class Rollouts(Protocol):
 
     def cancel(self, group_id: GroupId) -> None: ...
 
+    def ask_again(self, group_id: GroupId, sample_indices: Sequence[int]) -> None:
+        """Begin these samples of a running group anew, but for those that have just ended."""
+
     def cancel_all(self, reason: str) -> None: ...
 
 
@@ -111,6 +114,9 @@ class Routing(Protocol):
         """Tell of a process; a planned one continues what its predecessor was known for."""
 
     def serve(self, instance_id: InstanceId, version: int) -> None: ...
+
+    def places_of(self, group_ids: Sequence[GroupId]) -> dict[str, str]:
+        """By request of these groups: the instance it is at, or that it waits for a place."""
 
     def forget(self, instance_id: InstanceId) -> None:
         """Its server has ended and does not come back."""

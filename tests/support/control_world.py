@@ -46,6 +46,7 @@ from libra.wire.rank import (
 )
 from libra_supervisor import events
 from libra_supervisor.loop import commands, cycle
+from libra_supervisor.loop.collection import CollectionTerms
 from libra_supervisor.loop.control import Control
 from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.moment import Moment
@@ -103,15 +104,22 @@ class ListCursor:
 
 def still_plans(ids) -> PlanDesk:
     """The desk of a run whose plan is never changed."""
-    plan = Plan(
+    return PlanDesk(
+        plan_of(ids),
+        policy_of(PlannerConfig(), num_slots=8),
+        config=RunConfig(model=ModelConfig(model_path="m")),
+    )
+
+
+def plan_of(ids) -> Plan:
+    """One instance on each slot from 0, the core behind them."""
+    return Plan(
         strategy="configured",
         train=TrainPlacement(tp=1, pp=1, cp=1, ep=1, dp=1, slots=(SlotId(len(ids)),)),
         instances=tuple(
             InstancePlacement(instance_id=it, tp=1, slots=(SlotId(k),)) for k, it in enumerate(ids)
         ),
     )
-    config = RunConfig(model=ModelConfig(model_path="m"))
-    return PlanDesk(plan, policy_of(PlannerConfig(), num_slots=8), config=config)
 
 
 class Process(msgspec.Struct, kw_only=True):
@@ -143,6 +151,7 @@ class World:
         sync_mode: Literal["restart", "nccl"] = "restart",
         num_probes: int = 0,
         plans: PlanDesk | None = None,
+        collection: CollectionTerms = CollectionTerms(),  # noqa: B008 - frozen
         probe_error_of: Callable[[InstanceId], float] = lambda _: 0.0,
     ) -> None:
         self.now = 0.0
@@ -160,6 +169,10 @@ class World:
         self.evaluated: list[commands.WriteEvaluation] = []
         self.reloads: list[commands.WriteReload] = []
         self.reconfigurations: list[commands.WriteReconfiguration] = []
+        self.asked_again: list[commands.AskAgain] = []
+        self.missing: list[commands.SayMissing] = []
+        self.kept_plans: list[commands.KeepPlan] = []
+        self.plan_in_force: Plan | None = None
         self.stray_acks: list[commands.WriteStrayAck] = []
         self.pinned: list[frozenset[PolicyVersion]] = []
         """What was to be kept each time that versions were retired."""
@@ -196,6 +209,8 @@ class World:
         self._reload_method = reload_method
         self._probe_error_of = probe_error_of
         self._ids = [InstanceId(f"vllm-{k}") for k in range(num_instances)]
+        if plans is not None:
+            self._ids = [it.instance_id for it in plans.started_with.instances]
         pool = RolloutPool([(i, 1) for i in self._ids], now=0.0)
         limits = BufferLimits(
             n_samples=2,
@@ -216,6 +231,9 @@ class World:
             probe_token_ids=PROBE,
             probe_tolerance=1e-3,
         )
+        desk = plans or still_plans(self._ids)
+        self.placed = {it.instance_id: it for it in desk.started_with.instances}
+        self.train = desk.started_with.train
         self.control = Control(
             cycle_machine=cycle.Cycle(
                 cycle.Limits(
@@ -242,8 +260,9 @@ class World:
                 publishes=sync_interval > 0,
                 transfers=sync_mode == "nccl",
                 num_probes=num_probes,
+                collection=collection,
             ),
-            plans=plans or still_plans(self._ids),
+            plans=desk,
         )
 
     def boot(self) -> None:
@@ -428,12 +447,53 @@ class World:
                 self.replaced = command
             case commands.KnowInstance():
                 self.known.append(command)
+            case commands.AskAgain():
+                self.asked_again.append(command)
+            case commands.SayMissing():
+                self.missing.append(command)
+            case commands.AddInstance(placement, has_devices):
+                assert has_devices
+                assert placement.instance_id not in self.processes, "it runs already"
+                self.placed[placement.instance_id] = placement
+                self._check_slots()
+                self.start_process(placement.instance_id)
+            case commands.DrainInstance(instance_id, _):
+                assert instance_id not in self.routes, "drained while requests are routed to it"
+                self.pending.append(events.InstanceDrained(instance_id))
+            case commands.KeepInstance(instance_id):
+                self.pending = [e for e in self.pending if e != events.InstanceDrained(instance_id)]
+            case commands.RetireInstance(instance_id):
+                self._end_process(instance_id, is_asked_for=True)
+                self.pending.append(events.InstanceRetired(instance_id, is_clean=True))
+                self.placed.pop(instance_id, None)
+            case commands.ForgetInstance(instance_id):
+                assert instance_id not in self.processes
+                self.routes.pop(instance_id, None)
+            case commands.ReshapeGang(plan):
+                self._reshape(plan.train)
+            case commands.KeepPlan():
+                self.kept_plans.append(command)
+            case commands.WritePlan(plan):
+                self.plan_in_force = plan
             case commands.WriteReconfiguration():
                 self.reconfigurations.append(command)
             case commands.ReportReconfiguration(ended):
                 self.pending.append(ended)
             case commands.RetireVersions(pinned):
                 self.pinned.append(pinned)
+
+    def _reshape(self, train: TrainPlacement) -> None:
+        """The gang ends, and another one reads the newest checkpoint."""
+        self.pending = [e for e in self.pending if not isinstance(e, _OF_GANG)]
+        self.train = train
+        self._check_slots()
+        self.publishing = None
+        self.gang_is_busy = False
+        self.start_gang()
+
+    def _check_slots(self) -> None:
+        used = [*self.train.slots, *(s for it in self.placed.values() for s in it.slots)]
+        assert len(used) == len(set(used)), "a slot has two owners"
 
     def _work(self, said) -> None:
         """Rank 0 is busy until it says so."""
@@ -574,6 +634,9 @@ class World:
     def _is_of(self, event, incarnation: Incarnation) -> bool:
         is_under_way = isinstance(event, _Replace)
         return not is_under_way and getattr(event, "incarnation", None) == incarnation
+
+
+_OF_GANG = (events.RankSaid, events.GangReady, events.ExportChecked)
 
 
 class _Generate(msgspec.Struct, frozen=True):

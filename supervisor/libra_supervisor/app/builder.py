@@ -97,20 +97,16 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             cores=launch.cores,
         )
 
-        endpoint_of = dict(
-            zip(
-                [it.instance_id for it in launch.plan.instances],
-                config.heterogeneous_rollout.endpoints,
-                strict=False,
-            )
-        )
+        endpoints = config.heterogeneous_rollout.endpoints
+        url_of = {
+            placement.instance_id: endpoint.url
+            for placement, endpoint in zip(launch.plan.instances, endpoints, strict=False)
+        }
 
         def make(placement: InstancePlacement, has_devices: bool) -> Engine:
             self.meter.add(placement.instance_id, placement.tp)
-            if (endpoint := endpoint_of.get(placement.instance_id)) is not None:
-                return ForeignEngine(
-                    site, placement, self.scheduler, url=endpoint.url, rng=self.rng
-                )
+            if url := url_of.get(placement.instance_id):
+                return ForeignEngine(site, placement, self.scheduler, url=url, rng=self.rng)
             return Engine(
                 site,
                 placement,

@@ -191,8 +191,7 @@ def _on_devices(launch: Launch, *, held: Held) -> Launch:
     if beyond:
         raise ConfigProblemsError(beyond, subject="the plan")
     plan, root = launch.plan, launch.directory.root
-    used = [slot for _, slot in slots_of(plan)]
-    num_slots = 1 + max(used)
+    num_slots = 1 + max(slot for _, slot in slots_of(plan))
     if launch.config.global_resource_planner.runtime_dynamic_reconfiguration_enabled:
         # What the plan does not use is spare, for another plan.
         num_slots = max(num_slots, num_slots_here(launch.device, launch.environ))

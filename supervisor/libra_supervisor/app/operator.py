@@ -11,9 +11,10 @@ from libra import clock
 from libra.ids import InstanceId, PolicyVersion, PromptId, RequestId, RunId
 from libra.pools.member import MemberState
 from libra.scheduling.explanation import InstanceView
+from libra.scheduling.load import EngineLoad
 from libra.scheduling.request import RouteRequest
 from libra.scheduling.scheduler import Scheduler
-from libra.wire.api import ChildStatus, StatusSnapshot, Verb, VerbReply, VerbRequest
+from libra.wire.api import ChildStatus, EngineStatus, StatusSnapshot, Verb, VerbReply, VerbRequest
 from libra_supervisor.app.launch import plan_in_words
 from libra_supervisor.app.routing import OWN_CATEGORY
 from libra_supervisor.display.progress import Progress, eta_s
@@ -206,6 +207,7 @@ class Operator:
             kv_use_fraction=None if view is None else view.kv_use_fraction,
             signals_age_s=None if view is None else view.snapshot_age_s,
             last_error=_said_of(process) or member.last_error or process.last_error,
+            engines=() if view is None else tuple(map(_status_of, view.engines)),
         )
 
     def _trainer(self) -> ChildStatus:
@@ -231,6 +233,19 @@ class Operator:
             return ""
         group_id, since = oldest
         return f"group {group_id} has been silent for {clock.now() - since:.0f} s"
+
+
+def _status_of(engine: EngineLoad) -> EngineStatus:
+    return EngineStatus(
+        engine=engine.engine,
+        num_running=_whole(engine.num_running),
+        num_queued=_whole(engine.num_waiting),
+        kv_use_fraction=engine.kv_use_fraction,
+    )
+
+
+def _whole(count: float | None) -> int | None:
+    return None if count is None else int(count)
 
 
 def _said_of(process: ProcessStatus) -> str:

@@ -17,6 +17,7 @@ from libra_supervisor.app.launch import Launch
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.doctor.checks import BYTES_OF_DTYPE
 from libra_supervisor.instances.vllm import rollout_dtype
+from libra_supervisor.loop.collection import CollectionTerms
 from libra_supervisor.loop.control import Control
 from libra_supervisor.loop.cycle import Cycle, Limits
 from libra_supervisor.loop.evaluator import Evaluator
@@ -58,6 +59,7 @@ def control_of(launch: Launch, prompts: Prompts, run_id: RunId) -> Control:
             min_rollout_gpus=min_rollout_gpus,
             publishes=publishes,
             transfers=config.weights.rollout_weight_sync_mode == "nccl",
+            collection=_collection_terms(config),
             num_probes=plan.train.world_size
             if config.global_resource_planner.memory_budget_dry_run_enabled
             else 0,
@@ -137,6 +139,16 @@ def kv_capacity_by_tp(config: RunConfig, plan: Plan) -> dict[int, int]:
         )
         for tp in {instance.tp for instance in plan.instances}
     }
+
+
+def _collection_terms(config: RunConfig) -> CollectionTerms:
+    planner = config.global_resource_planner
+    return CollectionTerms(
+        timeout_s=planner.runtime_batch_collection_timeout_s,
+        max_retries=planner.runtime_batch_collection_max_retries,
+        allows_partial=planner.runtime_batch_collection_allow_partial,
+        micro_batch_size=config.training.micro_batch_size,
+    )
 
 
 def _limits(config: RunConfig, *, publishes: bool, now: float) -> Limits:

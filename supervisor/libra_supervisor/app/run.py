@@ -269,7 +269,7 @@ class Run:
                     engines=fleet,
                     rollouts=runner,
                     evaluations=evaluations,
-                    routing=SchedulerRouting(self._scheduler, fleet),
+                    routing=SchedulerRouting(self._scheduler, fleet, builder.room),
                     records=RecordsWriter(self._launch.directory, self._trackers),
                     judge=forecaster,
                     judge_probe=probe_judge,

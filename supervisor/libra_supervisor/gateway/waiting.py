@@ -17,7 +17,7 @@ from libra.errors import (
     RefusedError,
     RejectedError,
 )
-from libra.ids import InstanceId
+from libra.ids import InstanceId, RequestId
 from libra.scheduling.request import Refused, Reservation, Routed, RouteRequest, Ticket
 from libra.tracing.span import SpanWriter
 from libra_supervisor.gateway.request_trace import RequestTrace
@@ -87,6 +87,7 @@ class WaitingRoom:
         self._trace = RequestTrace(spans)
         self._somebody_waits = anyio.Event()
         self._at: dict[InstanceId, dict[Placement, anyio.CancelScope]] = {}
+        self._place_of: dict[RequestId, InstanceId | None] = {}
 
     @asynccontextmanager
     async def place(self, request: RouteRequest) -> AsyncGenerator[Placement]:
@@ -118,18 +119,27 @@ class WaitingRoom:
         """
         if request.deadline_at is None:
             request = self._with_deadline(request)
-        while True:
-            is_placed = False
-            try:
-                async with self.place(request) as placement:
-                    is_placed = True
-                    with self._scope_of(placement) as scope, scope:
-                        return await do(placement)
-            except RefusedError:
-                if not is_placed:
-                    raise
-            else:
-                request = self._with_deadline(request)
+        try:
+            while True:
+                is_placed = False
+                self._place_of[request.request_id] = None
+                try:
+                    async with self.place(request) as placement:
+                        is_placed = True
+                        self._place_of[request.request_id] = placement.reservation.instance_id
+                        with self._scope_of(placement) as scope, scope:
+                            return await do(placement)
+                except RefusedError:
+                    if not is_placed:
+                        raise
+                else:
+                    request = self._with_deadline(request)
+        finally:
+            self._place_of.pop(request.request_id, None)
+
+    def places(self) -> dict[RequestId, InstanceId | None]:
+        """Where every request of `serve` is; None: it waits for a place."""
+        return dict(self._place_of)
 
     def give_back(self, instance_id: InstanceId) -> int:
         """Take back what `serve` has placed there, to be placed anew; returns how many those are.

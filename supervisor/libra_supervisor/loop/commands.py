@@ -202,6 +202,20 @@ class StartGroup(msgspec.Struct, frozen=True, tag=True):
     group: AdmittedGroup
 
 
+class AskAgain(msgspec.Struct, frozen=True, tag=True):
+    """Begin these running samples anew; what the group has finished stays."""
+
+    group_id: GroupId
+    sample_indices: tuple[int, ...]
+
+
+class SayMissing(msgspec.Struct, frozen=True, tag=True):
+    """One line of the control log, completed by where the requests of these groups are."""
+
+    fields: dict[str, object]
+    group_ids: tuple[GroupId, ...]
+
+
 class CancelGroup(msgspec.Struct, frozen=True, tag=True):
     group_id: GroupId
 
@@ -317,6 +331,8 @@ Command: TypeAlias = (
     | KeepPlan
     | WritePlan
     | StartGroup
+    | AskAgain
+    | SayMissing
     | CancelGroup
     | CancelAllGroups
     | StartEvaluated

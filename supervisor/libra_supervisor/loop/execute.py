@@ -185,6 +185,11 @@ class Executor:
                 self._write(ports.plans.write, plan)
             case commands.StartGroup(group):
                 ports.rollouts.start(group)
+            case commands.AskAgain(group_id, sample_indices):
+                ports.rollouts.ask_again(group_id, sample_indices)
+            case commands.SayMissing(fields, group_ids):
+                places = ports.routing.places_of(group_ids)
+                _log.warning("batch_collection_timeout", **fields, requests=places)
             case commands.CancelGroup(group_id):
                 ports.rollouts.cancel(group_id)
             case commands.CancelAllGroups(reason):

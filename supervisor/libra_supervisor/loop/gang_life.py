@@ -75,6 +75,7 @@ def _on_gang_lost(state: RunState, event: events.GangLost, at: Moment) -> tuple[
     state.ready_step = None
     state.desk.close()
     state.book.discard()
+    state.collection.end()
     unrouted = tuple(commands.Unroute(i) for i in state.pool.answering_ids)
     state.pool.on_rewound(now=at.now)
     state.evaluator.drop()

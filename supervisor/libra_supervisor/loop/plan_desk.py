@@ -91,9 +91,10 @@ class PlanDesk:
         if wanted.hybrids and self.hybrids is None:
             return "this run cannot have hybrid replicas"
         # As if it had been configured: batches have to divide, degrees to fit the model.
-        problems = check_rules(planned_config(self._config, wanted))
-        if problems:
-            return f"{problems[0].path} {problems[0].what}"
+        known = check_rules(planned_config(self._config, self.plan))
+        for problem in check_rules(planned_config(self._config, wanted)):
+            if problem not in known:
+                return f"{problem.path} {problem.what}"
         return ""
 
     def ground(self, pool: RolloutPool, placements: tuple[InstancePlacement, ...]) -> Ground:
@@ -103,7 +104,8 @@ class PlanDesk:
             member = pool.get(placement.instance_id)
             if member is None or member.state is MemberState.GONE:
                 continue
-            is_serving = member.state is MemberState.SERVING
+            # A weight reload is a pause of an instance that serves.
+            is_serving = member.state in (MemberState.SERVING, MemberState.RELOADING)
             servers.append(Server(placement, Stage.SERVING if is_serving else Stage.STARTING))
         return Ground(train=self.plan.train, servers=tuple(servers), lost=self.lost)
 

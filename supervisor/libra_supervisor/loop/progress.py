@@ -2,6 +2,7 @@
 
 from libra.ids import PolicyVersion
 from libra.pools.member import MemberState
+from libra.rollouts.group import CompleteGroup
 from libra_supervisor.loop import commands, hybrid_life
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.cycle import Phase
@@ -87,7 +88,14 @@ def _take_batch(state: RunState, at: Moment) -> tuple[Command, ...]:
         if not state.desk.is_exhausted:
             return ()
         return state.follow(state.cycle.on_data_exhausted(now=at.now), at)
+    return train_on(state, groups, at)
+
+
+def train_on(state: RunState, groups: tuple[CompleteGroup, ...], at: Moment) -> tuple[Command, ...]:
+    """Send the next step's batch to the ranks."""
+    trainer_version = PolicyVersion(state.cycle.step)
     step = state.cycle.step + 1
+    state.collection.end()
     state.book.on_batch_taken(step, groups, trainer_version, at)
     return (
         *hybrid_life.step_begins(state, step, groups, at),

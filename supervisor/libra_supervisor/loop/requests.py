@@ -7,6 +7,7 @@ from libra.pools.member import MemberState
 from libra_supervisor import events
 from libra_supervisor.loop import commands, hybrid_life, plan_life
 from libra_supervisor.loop.commands import Command
+from libra_supervisor.loop.late_batch import on_collection_tick
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.run_state import RunState
 
@@ -48,6 +49,7 @@ def on_outside(
                 *state.publication.on_tick(at=at),
                 *plan_life.on_tick(state, at),
                 *hybrid_life.on_tick(state, at),
+                *on_collection_tick(state, at),
                 *state.follow(state.cycle.on_tick(now=at.now), at),
             )
         case _:

@@ -6,6 +6,7 @@ import msgspec
 
 from libra.pools.pool import RolloutPool
 from libra_supervisor.loop import commands, cycle
+from libra_supervisor.loop.collection import Collection, CollectionTerms
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.cycle import Cycle, Phase
 from libra_supervisor.loop.evaluator import Evaluator
@@ -30,6 +31,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
     num_probes: int = 0
     """Ranks that run a recompute probe before training; 0: none does."""
+
+    collection: CollectionTerms = CollectionTerms()
 
 
 class RunState:
@@ -64,6 +67,7 @@ class RunState:
         self.ready_step: int | None = None
         """The step that the gang holds; None while it is not ready."""
 
+        self.collection = Collection(policy.collection)
         self.probe = ProbeGate(policy.num_probes)
         self.stop_exit_code = 0
         self.is_ending = False
@@ -80,6 +84,7 @@ class RunState:
                 case cycle.Collect():
                     done += self.close_step(at)
                     self.book.on_collect(at)
+                    self.collection.begin(now=at.now)
                     self.desk.open()
                 case cycle.Save(step):
                     done += self.close_step(at)
