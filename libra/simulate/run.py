@@ -18,8 +18,9 @@ from libra.ids import GroupId, InstanceId, PolicyVersion, PromptId, TrajectoryId
 from libra.planner.cost_models import CostModels
 from libra.planner.demand import Demand
 from libra.planner.plan import Plan
+from libra.planner.pricing import layout_of, train_work
 from libra.planner.report import Estimate
-from libra.planner.search import format_tps, train_work
+from libra.planner.search import format_tps
 from libra.planner.train_layout import TrainLayout
 from libra.rollouts.accounts import BufferLimits
 from libra.rollouts.buffer import RolloutBuffer
@@ -58,15 +59,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layout(self) -> TrainLayout:
-        train = self.plan.train
-        return TrainLayout(
-            tp=train.tp,
-            ep=train.ep,
-            pp=train.pp,
-            cp=train.cp,
-            dp=train.dp,
-            micro_batch_size=self.config.training.micro_batch_size,
-        )
+        return layout_of(self.plan.train, micro_batch_size=self.config.training.micro_batch_size)
 
 
 def simulate(

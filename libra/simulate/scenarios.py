@@ -14,11 +14,12 @@ from libra.planner.demand import Demand
 from libra.planner.layout import best_layout
 from libra.planner.placement import place
 from libra.planner.plan import Plan, TrainPlacement
+from libra.planner.pricing import train_work
 from libra.planner.pruning import PruneLog
 from libra.planner.report import PlanReport
 from libra.planner.rollout_cost import workload_of
 from libra.planner.rollout_search import instance_costs
-from libra.planner.search import plan, train_work, unbuilt_options
+from libra.planner.search import plan, unbuilt_options
 from libra.planner.train_layout import TrainLayout
 from libra.planner.train_search import TrainSearch
 from libra.simulate.fleet import LengthBound

@@ -6,8 +6,9 @@ from libra.errors import ConfigError, InfeasiblePlanError, InvariantError
 from libra.planner.calibration import Calibration, Observation, observe
 from libra.planner.cost_models import cost_models
 from libra.planner.demand import Demand, observed_demand, prior_demand
+from libra.planner.pricing import train_work
 from libra.planner.render import render_plan
-from libra.planner.search import plan, train_work
+from libra.planner.search import plan
 from libra.planner.train_search import TrainSearch
 from planner_cases import (
     A100_80G,
