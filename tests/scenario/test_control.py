@@ -471,6 +471,20 @@ def test_a_second_stop_ends_at_once_with_130():
     assert world.ended.exit_code == 130
 
 
+def test_a_batch_of_reloads_that_is_open_when_the_run_ends_has_its_line():
+    rng = Random(6)
+    world = started(total_steps=9)
+    run_until(world, rng, lambda w: w.control.publication.waiting_for and w.control.cycle.step)
+    version = world.control.cycle.step
+    assert version not in [it.record.policy_version for it in world.reloads]
+    world.post(events.StopRequested("SIGINT", now=True))
+    assert world.ended is not None
+    assert (world.reloads[-1].record.policy_version, world.reloads[-1].record.outcome) == (
+        version, "cancelled: the run ended",
+    )  # fmt: skip
+    assert world.control.publication.is_idle
+
+
 def test_one_stop_saves_the_step_that_was_being_trained():
     rng = Random(6)
     world = started(total_steps=9, save_interval=0)

@@ -93,7 +93,7 @@ class Control:
             return ()
         done = (*self._dispatch(event, at), *self._proceed(at))
         self._note_groups(done, at)
-        return self._until_end(done)
+        return self._until_end(done, at)
 
     # One method per family of events
 
@@ -592,11 +592,11 @@ class Control:
             elif isinstance(command, commands.CancelGroup):
                 self.book.rollouts.on_cancelled(command.group_id, now=at.now)
 
-    def _until_end(self, done: tuple[Command, ...]) -> tuple[Command, ...]:
+    def _until_end(self, done: tuple[Command, ...], at: Moment) -> tuple[Command, ...]:
         for index, command in enumerate(done):
             if isinstance(command, commands.EndRun | commands.ChangePlan):
                 self.is_ending = True
-                return done[: index + 1]
+                return (*done[:index], *self.publication.on_run_ended(at=at), command)
         return done
 
 

@@ -309,6 +309,10 @@ class Publication:
         self._desk.on_gang_lost()
         return (*cancelled, *self._replace_unrescued())
 
+    def on_run_ended(self, *, at: Moment) -> tuple[Command, ...]:
+        """What a batch that is open has come to is written down, too."""
+        return self._cancel("the run ended", at=at)
+
     def keep_base(self, version: PolicyVersion) -> None:
         """Engines keep what they started with (`rollout_weight_sync_mode: none`)."""
         self._committed = version
@@ -423,7 +427,9 @@ class Publication:
             # Not one broken engine: what they loaded is another policy than the trainer's, and
             # every trajectory from here on would be off-policy without anyone knowing.
             text = disagreement(verdict, tolerance)
-            return (self._written(f"failed: {text}", at=at), EndRun(6, text))
+            written = self._written(f"failed: {text}", at=at)
+            self._open = None
+            return (written, EndRun(6, text))
         if verdict.probe_difference > tolerance:
             said.append(
                 Say(

@@ -47,7 +47,8 @@ class ReloadRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Instances that were taken out of routing in the course of the batch, and why."""
 
     outcome: str
-    """`committed`, `failed: ...`, or `cancelled: ...` by a newer version or the gang's loss."""
+    """`committed`, `failed: ...`, or `cancelled: ...` by a newer version, the gang's loss or
+    the end of the run."""
 
     slowest_instance: InstanceId | None
     slowest_total_s: float
