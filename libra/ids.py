@@ -18,6 +18,9 @@ Incarnation = NewType("Incarnation", str)
 ChildId = NewType("ChildId", str)
 """One supervised child's name (`vllm-0`, `trainer`)."""
 
+ReplicaId = NewType("ReplicaId", str)
+"""One hybrid replica's name (`hybrid-0`), never used twice in a run."""
+
 Rank = NewType("Rank", int)
 PolicyVersion = NewType("PolicyVersion", int)
 """v0 is the base model; training step k makes v(k)."""

@@ -6,7 +6,7 @@ import msgspec
 
 from libra.config.run import RunConfig
 from libra.errors import InfeasiblePlanError
-from libra.ids import InstanceId, NodeRank, SlotId
+from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
 
 
 class TrainPlacement(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,16 +44,35 @@ class InstancePlacement(msgspec.Struct, frozen=True, kw_only=True):
     node: NodeRank = NodeRank(0)
 
 
+class HybridPlacement(msgspec.Struct, frozen=True, kw_only=True):
+    """One complete training replica on devices that rollout does without for a while."""
+
+    replica_id: ReplicaId
+    slots: tuple[SlotId, ...]
+    """In the rank order of the replica's own grid; nobody else's in the same plan."""
+
+    node: NodeRank = NodeRank(0)
+    nodes: tuple[NodeRank, ...] = ()
+    """Parallel to `slots` when ranks lie on several nodes; empty when all are on `node`."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Immutable; a change of mind is another Plan."""
 
     strategy: str
     train: TrainPlacement
+    """The core: what trains with or without hybrid replicas."""
+
     instances: tuple[InstancePlacement, ...]
+    hybrids: tuple[HybridPlacement, ...] = ()
 
     @property
     def num_rollout_gpus(self) -> int:
         return sum(instance.tp for instance in self.instances)
+
+    @property
+    def num_hybrid_gpus(self) -> int:
+        return sum(len(hybrid.slots) for hybrid in self.hybrids)
 
 
 def configured_plan(config: RunConfig) -> Plan:

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from libra.ids import ChildId, GroupId, Incarnation, InstanceId, PolicyVersion
+from libra.planner.plan import Plan
 from libra.rollouts.trajectory import SampleFailed, Trajectory
 from libra.wire.instance import InstanceState, ReloadAck, WeightsReceipt
 from libra.wire.rank import RankEvent
@@ -259,6 +260,31 @@ class SampleGaveUp(msgspec.Struct, frozen=True, tag=True):
     failure: SampleFailed
 
 
+# The plan
+
+
+class ReconfigurationWanted(msgspec.Struct, frozen=True, tag=True):
+    """The run should go on with `plan`, which is matched with the one in force."""
+
+    decision_id: int
+    plan: Plan
+    reason: str
+
+
+class ReconfigurationEnded(msgspec.Struct, frozen=True, tag=True):
+    """What became of a plan that was wanted; the line in reconfigurations.jsonl says more."""
+
+    decision_id: int
+    outcome: Literal["done", "rolled_back", "refused", "failed"]
+    stalled_s: float
+    """The trainer stood still at a step boundary for it."""
+
+    phases: dict[str, float]
+    """Seconds by kind of transition."""
+
+    reason: str
+
+
 # The run
 
 
@@ -304,6 +330,8 @@ Event: TypeAlias = (
     | SampleProgressed
     | SampleFinished
     | SampleGaveUp
+    | ReconfigurationWanted
+    | ReconfigurationEnded
     | StopRequested
     | DrainRequested
     | RestartRequested

@@ -137,6 +137,7 @@ class World:
         self.written: list[commands.WriteStep] = []
         self.evaluated: list[commands.WriteEvaluation] = []
         self.reloads: list[commands.WriteReload] = []
+        self.reconfigurations: list[commands.WriteReconfiguration] = []
         self.stray_acks: list[commands.WriteStrayAck] = []
         self.pinned: list[frozenset[PolicyVersion]] = []
         """What was to be kept each time that versions were retired."""
@@ -404,6 +405,10 @@ class World:
                 self.replaced = command
             case commands.KnowInstance():
                 self.known.append(command)
+            case commands.WriteReconfiguration():
+                self.reconfigurations.append(command)
+            case commands.ReportReconfiguration(ended):
+                self.pending.append(ended)
             case commands.RetireVersions(pinned):
                 self.pinned.append(pinned)
 

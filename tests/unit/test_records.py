@@ -4,8 +4,11 @@ import msgspec
 import pytest
 
 from control_world import METRICS, trajectory
+from libra.config.model import ModelConfig
+from libra.config.run import RunConfig
 from libra.errors import DataError
-from libra.ids import PolicyVersion, PromptId
+from libra.ids import InstanceId, PolicyVersion, PromptId
+from libra.planner.plan import configured_plan
 from libra.rollouts.evaluation import Evaluation, EvaluationTerms
 from libra.rollouts.group import AdmittedGroup, CompleteGroup, PromptRef
 from libra_supervisor.cli.run import said
@@ -13,6 +16,7 @@ from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.step_book import StepBook
 from libra_supervisor.records.evaluation import EvaluationRecord
 from libra_supervisor.records.reader import last_attempt, last_evaluation
+from libra_supervisor.records.reconfiguration import DecisionRecord, Line, ReconfigurationRecord
 from libra_supervisor.records.writer import RecordsWriter, append_line
 from libra_supervisor.run_directory import RunDirectory
 
@@ -154,6 +158,42 @@ def test_a_line_torn_by_a_crash_does_not_swallow_the_next_one(tmp_path):
     assert lines[1] == b'{"step": 2, "rew'
     with pytest.raises(msgspec.DecodeError):
         msgspec.json.decode(lines[1])
+
+
+def test_what_was_decided_and_how_it_ended_are_lines_told_apart_by_their_kind(tmp_path):
+    directory = RunDirectory(tmp_path)
+    plan = configured_plan(RunConfig(model=ModelConfig(model_path="m")))
+    writer = RecordsWriter(directory)
+    decided = DecisionRecord(
+        decision_id=3,
+        wall_time_ns=1,
+        step=7,
+        verdict="switch",
+        switch_kind="rollout",
+        reason="two instances answer sooner",
+        numbers={"gain_s": 2.5},
+        plan="one",
+        candidate="two",
+    )
+    ended = ReconfigurationRecord(
+        decision_id=3,
+        wall_time_ns=2,
+        step=8,
+        strategy="diff",
+        outcome="done",
+        reason="two instances answer sooner",
+        total_s=40.0,
+        stalled_s=0.0,
+        phases={"start": 38.0},
+        transitions=("start vllm-1",),
+        started=(InstanceId("vllm-1"),),
+        plan=plan,
+    )
+    for line in (decided, ended):
+        writer.write_reconfiguration(line)
+    lines = directory.reconfigurations.read_bytes().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["decision", "reconfiguration"]
+    assert [msgspec.json.decode(line, type=Line) for line in lines] == [decided, ended]
 
 
 def test_attempts_are_counted_through_all_supervisors_of_a_run(tmp_path):

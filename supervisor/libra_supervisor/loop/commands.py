@@ -9,8 +9,10 @@ from libra.rollouts.group import AdmittedGroup, CompleteGroup
 from libra.rollouts.trajectory import Trajectory
 from libra.wire.instance import ReloadRequest
 from libra.wire.rank import RankCommand, RecomputeProbed
+from libra_supervisor.events import ReconfigurationEnded
 from libra_supervisor.loop.rollout_state import RolloutState
 from libra_supervisor.records.evaluation import EvaluationRecord
+from libra_supervisor.records.reconfiguration import Line
 from libra_supervisor.records.reload import ReloadRecord, StrayAck
 from libra_supervisor.records.step import StepRecord
 
@@ -154,6 +156,18 @@ class WriteStrayAck(msgspec.Struct, frozen=True, tag=True):
     record: StrayAck
 
 
+class WriteReconfiguration(msgspec.Struct, frozen=True, tag=True):
+    """A line of reconfigurations.jsonl."""
+
+    record: Line
+
+
+class ReportReconfiguration(msgspec.Struct, frozen=True, tag=True):
+    """Have everybody who listens to events hear how a change of the plan ended."""
+
+    ended: ReconfigurationEnded
+
+
 class RetireVersions(msgspec.Struct, frozen=True, tag=True):
     """Delete published versions that nobody needs any more."""
 
@@ -210,6 +224,8 @@ Command: TypeAlias = (
     | WriteStep
     | WriteReload
     | WriteStrayAck
+    | WriteReconfiguration
+    | ReportReconfiguration
     | RetireVersions
     | JudgeProbe
     | ChangePlan

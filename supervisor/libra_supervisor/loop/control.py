@@ -123,6 +123,8 @@ class Control:
                 | events.SampleGaveUp()
             ):
                 return self._on_sample(event, at)
+            case events.ReconfigurationWanted() | events.ReconfigurationEnded():
+                return self._on_plan(event)
             case (
                 events.StopRequested()
                 | events.DrainRequested()
@@ -136,6 +138,15 @@ class Control:
                 return ()
             case _:
                 return self._on_child(event, at)
+
+    def _on_plan(
+        self, event: events.ReconfigurationWanted | events.ReconfigurationEnded
+    ) -> tuple[Command, ...]:
+        if isinstance(event, events.ReconfigurationEnded):
+            return ()
+        why = "plans are not changed while the run goes on"
+        refused = events.ReconfigurationEnded(event.decision_id, "refused", 0.0, {}, why)
+        return (commands.ReportReconfiguration(refused),)
 
     def _on_child(self, event: events.ChildEvent, at: Moment) -> tuple[Command, ...]:
         instance_id = InstanceId(event.child_id)

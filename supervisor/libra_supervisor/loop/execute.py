@@ -156,6 +156,10 @@ class Executor:
                 self._write(self._write_step, command, ports.judge(command))
             case commands.WriteReload(record) | commands.WriteStrayAck(record):
                 self._write(ports.records.write_reload, record)
+            case commands.WriteReconfiguration(line):
+                self._write(ports.records.write_reconfiguration, line)
+            case commands.ReportReconfiguration(ended):
+                self._start(self._tell, ended)
             case commands.RetireVersions(pinned):
                 loading = ports.engines.loading_directories()
                 self._write(self._retire_versions, pinned, loading)
@@ -169,6 +173,9 @@ class Executor:
                 self._end(exit_code, reason)
             case _:
                 assert_never(command)
+
+    async def _tell(self, event: Event) -> None:
+        await self._post(event)
 
     async def _judge_probe(self, command: commands.JudgeProbe) -> None:
         judged = await anyio.to_thread.run_sync(self._ports.judge_probe, command)

@@ -10,6 +10,7 @@ from libra.rollouts.group import CompleteGroup
 from libra.rollouts.trajectory import Trajectory
 from libra.storage.atomic import atomic_write
 from libra_supervisor.records.evaluation import EvaluationRecord
+from libra_supervisor.records.reconfiguration import Line
 from libra_supervisor.records.reload import ReloadRecord, StrayAck
 from libra_supervisor.records.step import StepRecord
 from libra_supervisor.records.trackers import Trackers
@@ -61,6 +62,9 @@ class RecordsWriter:
 
     def write_reload(self, record: ReloadRecord | StrayAck) -> None:
         append_line(self._directory.reloads, msgspec.json.encode(record))
+
+    def write_reconfiguration(self, line: Line) -> None:
+        append_line(self._directory.reconfigurations, msgspec.json.encode(line))
 
 
 def append_line(path: Path, line: bytes) -> None:
