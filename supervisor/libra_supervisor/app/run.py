@@ -14,6 +14,7 @@ from msgspec.structs import asdict
 
 from libra import clock
 from libra.ids import ChildId, RunId
+from libra.planner.plan import plan_in_words
 from libra.planner.probe import SwitchPlan
 from libra.rewards.loading import check_reward_name
 from libra.scheduling.notice import BreakerClosed, FeedbackRestored, RestartSeen
@@ -28,7 +29,7 @@ from libra_supervisor.app.collector import RunCollector, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
-from libra_supervisor.app.launch import Launch, new_run_id, plan_in_words, replanned
+from libra_supervisor.app.launch import Launch, new_run_id, replanned
 from libra_supervisor.app.operator import Facts, Operator
 from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
 from libra_supervisor.app.probe_judge import ProbeJudge
