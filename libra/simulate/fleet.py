@@ -81,6 +81,7 @@ class Fleet:
             key: Scheduler(scheduling, kv_capacity_by_tp=shape.kv_capacity_of) for key in keys
         }
         self.instances = [Instance(placed, shape.cost_of[placed.tp]) for placed in shape.placements]
+        self._cost_of = shape.cost_of
         self._instance_of = {instance.instance_id: instance for instance in self.instances}
         for instance in self.instances:
             self._announce(instance, PolicyVersion(0))
@@ -140,6 +141,34 @@ class Fleet:
     def commit(self, version: PolicyVersion) -> None:
         for scheduler in self._scheduler_of.values():
             scheduler.set_version_floor(version, self._timeline.now)
+
+    def add(self, placement: InstancePlacement, version: PolicyVersion) -> None:
+        """A server that has just come up with `version`."""
+        instance = Instance(placement, self._cost_of[placement.tp])
+        instance.engine.policy_version = version
+        self.instances.append(instance)
+        self._instance_of[instance.instance_id] = instance
+        self._announce(instance, version)
+
+    def retire(self, instance_id: InstanceId, *, drains: bool, done: Callable[[], None]) -> None:
+        """End a server; with `drains` after what it runs. Its other requests begin elsewhere."""
+        instance = self._instance_of[instance_id]
+        self.begin_reload(instance, drains=drains, done=lambda: self._gone(instance, done))
+
+    def _gone(self, instance: Instance, done: Callable[[], None]) -> None:
+        instance.engine.freeze()
+        instance.armed_for = inf
+        self.instances.remove(instance)
+        del self._instance_of[instance.instance_id]
+        scheduler = self._scheduler(instance)
+        given_back, instance.reservation_of = instance.reservation_of, {}
+        for reservation in given_back.values():
+            scheduler.cancel(reservation, self._timeline.now)
+        scheduler.remove_instance(instance.instance_id)
+        for request in given_back:
+            request.generated, request.oldest_version, request.serial = 0.0, None, 0
+            self.submit(request)
+        done()
 
     def _scheduler(self, instance: Instance) -> Scheduler:
         return self._scheduler_of[instance.tp if self._bounds else _ALL]
