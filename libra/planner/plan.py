@@ -35,6 +35,11 @@ class TrainPlacement(msgspec.Struct, frozen=True, kw_only=True):
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
 
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """What a gang is started with: another one needs another gang, other slots of it too."""
+        return (self.tp, self.pp, self.cp, self.ep, self.dp, self.micro_batch_size or 0)
+
 
 class InstancePlacement(msgspec.Struct, frozen=True, kw_only=True):
     """One vLLM server on `tp` slots of one node."""
