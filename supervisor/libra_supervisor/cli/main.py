@@ -1,5 +1,7 @@
 """Verb -> what does it. Errors end here: one message, the exit code of their kind."""
 
+import errno
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -7,7 +9,7 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import Final
 
-from libra.errors import LibraError
+from libra.errors import LibraError, SiteError
 from libra_supervisor.cli.arguments import parser
 
 INTERRUPTED = 130
@@ -18,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print_whatever_comes()
     options = parser().parse_args(arguments)
     try:
-        return _verb_of(options)(options)
+        exit_code = _verb_of(options)(options)
+        sys.stdout.flush()
     except LibraError as error:
         sys.stderr.write(f"libra-supervisor {options.verb}: {error}\n")
         return error.exit_code
@@ -27,6 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output has left; that is its right.
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        return _on_full_disk(options.verb, error)
+    return exit_code
+
+
+def _on_full_disk(verb: str, error: OSError) -> int:
+    sys.stderr.write(f"libra-supervisor {verb}: writing failed: {error}\n")
+    # What is still buffered would fail once more when Python leaves.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return SiteError.exit_code
 
 
 def _print_whatever_comes() -> None:
