@@ -71,7 +71,10 @@ class Replanner:
     """What was observed of a run and of its own changes. Not for two threads at once."""
 
     def __init__(self, config: RunConfig, *, num_gpus: int, book: Calibration | None) -> None:
-        """`num_gpus`: slots of the run. `book`: what the model was corrected by at the start."""
+        """`config` as given, without a plan in it: sizes of a plan are where its search begins.
+
+        `num_gpus`: slots of the run. `book`: what the model was corrected by at the start.
+        """
         planner = config.global_resource_planner
         self.book = book
         """Set it to what has been learned since."""

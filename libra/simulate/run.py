@@ -19,6 +19,7 @@ from libra.errors import ConfigError, InvariantError
 from libra.ids import GroupId, InstanceId, PolicyVersion, PromptId, TrajectoryId
 from libra.planner.cost_models import CostModels
 from libra.planner.demand import Demand
+from libra.planner.matching import matched, next_number_after
 from libra.planner.plan import Plan
 from libra.planner.pricing import layout_of, train_work
 from libra.planner.replan_candidates import replica_gpus, with_replicas
@@ -34,7 +35,7 @@ from libra.rollouts.trajectory import Trajectory
 from libra.simulate.engine import EngineRequest
 from libra.simulate.fleet import Fleet, FleetEvents, FleetShape, LengthBound
 from libra.simulate.lengths import LengthSource
-from libra.simulate.reconfiguration import Reconfiguration, SwitchTimes
+from libra.simulate.reconfiguration import PlanChange, Reconfiguration, SwitchTimes
 from libra.simulate.reload import Reload, reload_times
 from libra.simulate.result import SimulationResult, StepRecord, TpUse
 from libra.simulate.timeline import Timeline
@@ -67,11 +68,19 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layout(self) -> TrainLayout:
-        return layout_of(self.plan.train, micro_batch_size=self.config.training.micro_batch_size)
+        return self.layout_of(self.plan)
+
+    def layout_of(self, plan: Plan) -> TrainLayout:
+        """Replicas are more of the core's data parallelism."""
+        core = layout_of(plan.train, micro_batch_size=self.config.training.micro_batch_size)
+        return with_replicas(core, len(plan.hybrids), replica_gpus(core))
 
 
 class Steward(Protocol):
     """Who may change the plan while the run goes on."""
+
+    @property
+    def times(self) -> SwitchTimes: ...
 
     def on_step(self, seen: StepObserved, plan: Plan, now: float) -> Plan | None:
         """The plan to go over to after this step; None to stay. Not asked during a change."""
@@ -89,7 +98,6 @@ def simulate(
     num_steps: int,
     seed: int,
     steward: Steward | None = None,
-    switch_times: SwitchTimes | None = None,
 ) -> SimulationResult:
     """Run `num_steps` training steps. Equal arguments give equal results.
 
@@ -99,9 +107,7 @@ def simulate(
     if num_steps < _FEWEST_STEPS:
         raise ConfigError(f"a simulation needs at least {_FEWEST_STEPS} steps, not {num_steps}")
     run = _Run(scenario, lengths, num_steps=num_steps, seed=seed)
-    if steward is not None:
-        run.steward = steward
-        run.switch_times = switch_times or SwitchTimes()
+    run.steward = steward
     return run.result()
 
 
@@ -153,11 +159,12 @@ class _Run:
         self._waiting_export: StepRecord | None = None
         self._steps: list[StepRecord] = []
         self.steward: Steward | None = None
-        self.switch_times = SwitchTimes()
         self._plan, self._layout = scenario.plan, scenario.layout
         self._change: Reconfiguration | None = None
+        self._next_number = next_number_after(scenario.plan)
         self._is_held = False
         self._ended: list[tuple[int, int]] = []
+        self._busy_s_of: dict[InstanceId, float] = {}
 
     def result(self) -> SimulationResult:
         self._admit()
@@ -340,6 +347,7 @@ class _Run:
         self._ended = []
         if wanted is None:
             return
+        wanted = matched(self._plan, wanted, next_number=self._next_number)
         if self._change is not None:
             raise InvariantError("another plan is wanted while one is being changed")
         planner = self._scenario.config.global_resource_planner
@@ -352,12 +360,15 @@ class _Run:
             self,
             self._timeline,
             self._fleet,
-            old=self._plan,
-            new=wanted,
-            times=self.switch_times,
-            drains=planner.runtime_drain_before_reconfigure,
+            PlanChange(
+                old=self._plan,
+                new=wanted,
+                times=steward.times,
+                drains=planner.runtime_drain_before_reconfigure,
+            ),
             done=done,
         )
+        self._next_number = max(self._next_number, next_number_after(wanted))
         self._plan = wanted
         self._change.start()
 
@@ -373,17 +384,28 @@ class _Run:
             lengths=tuple(self._ended),
             step_s=step_s,
             trainer_idle_fraction=min(1.0, step.waited_s / step_s),
-            rollout_idle_fraction=float(not self._group_of),
+            rollout_idle_fraction=self._rollout_idle_fraction(step_s),
             staleness_fraction=step.mean_staleness / bound if 0 < bound < inf else None,
             queued_fraction=sum(c.num_waiting for c in counts) / max(1, num_here),
             kv_use_fraction=sum(c.kv_use_fraction for c in counts) / max(1, len(counts)),
         )
+
+    def _rollout_idle_fraction(self, step_s: float) -> float:
+        """Of the step, on average over the instances that are there."""
+        busy_s_of = {i.instance_id: i.engine.counts().busy_s for i in self._fleet.instances}
+        before, self._busy_s_of = self._busy_s_of, busy_s_of
+        idle_s = [step_s - busy_s + before.get(name, 0.0) for name, busy_s in busy_s_of.items()]
+        return max(0.0, min(1.0, sum(idle_s) / len(idle_s) / step_s)) if idle_s else 1.0
 
     # libra.simulate.reconfiguration.ChangingRun
 
     @property
     def is_publishing(self) -> bool:
         return self._is_publishing
+
+    @property
+    def is_training(self) -> bool:
+        return self._is_training
 
     @property
     def served(self) -> PolicyVersion:
@@ -395,10 +417,7 @@ class _Run:
             self._train_if_possible()
 
     def train_as(self, plan: Plan) -> None:
-        core = layout_of(
-            plan.train, micro_batch_size=self._scenario.config.training.micro_batch_size
-        )
-        self._layout = with_replicas(core, len(plan.hybrids), replica_gpus(core))
+        self._layout = self._scenario.layout_of(plan)
 
     def _uses(self) -> tuple[TpUse, ...]:
         elapsed = self._timeline.now

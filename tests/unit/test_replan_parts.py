@@ -174,6 +174,18 @@ class TestTriggers:
         triggers.on_step(observed(1), changed="responses are longer")
         assert triggers.take() == ("responses are longer",)
 
+    def test_after_drift_it_asks_again_while_the_window_is_young(self):
+        triggers = Triggers(interval_steps=10)
+        triggers.on_step(observed(0), changed="responses are longer")
+        triggers.take()
+        asked_at = []
+        for step in range(1, 30):
+            triggers.on_step(observed(step), changed="")
+            if triggers.reasons:
+                triggers.take()
+                asked_at.append(step)
+        assert asked_at == [1, 2, 4, 8, 18, 28]
+
     @pytest.mark.parametrize(
         ("field", "said"),
         [

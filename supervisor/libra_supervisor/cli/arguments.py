@@ -116,6 +116,13 @@ def _add_simulate(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="how much longer responses get with every step, e.g. 0.02 (default: 0)",
     )
     simulate.add_argument(
+        "--drift",
+        type=Path,
+        metavar="FILE",
+        help="phases of lengths from a JSONL file: a plan that stays, one that follows, and the "
+        "best in hindsight",
+    )
+    simulate.add_argument(
         "--compare", action="store_true", help="the same GPUs used in several ways"
     )
     _add_json(simulate)
