@@ -47,6 +47,8 @@ class InstancePlacement(msgspec.Struct, frozen=True, kw_only=True):
     instance_id: InstanceId
     tp: int
     slots: tuple[SlotId, ...]
+    """Empty for a server that somebody else runs, on devices that are none of ours."""
+
     node: NodeRank = NodeRank(0)
 
 
@@ -107,9 +109,10 @@ def configured_plan(config: RunConfig) -> Plan:
         raise InfeasiblePlanError(
             f"train_gpus {training.train_gpus} is not a multiple of TP x PP x CP = {model_parallel}"
         )
-    instances = tuple(_instances(config))
+    is_ours = planner.runtime_manage_rollout_processes
+    instances = tuple(_instances(config) if is_ours else _endpoints(config))
     num_rollout_gpus = sum(instance.tp for instance in instances)
-    if num_rollout_gpus != config.rollout.rollout_gpus:
+    if is_ours and num_rollout_gpus != config.rollout.rollout_gpus:
         raise InfeasiblePlanError(
             f"heterogeneous_rollout.instances use {num_rollout_gpus} GPUs, "
             f"rollout_gpus is {config.rollout.rollout_gpus}"
@@ -122,6 +125,7 @@ def configured_plan(config: RunConfig) -> Plan:
         raise InfeasiblePlanError(
             f"train_gpus {training.train_gpus} is below min_train_gpus {planner.min_train_gpus}"
         )
+    num_taken = sum(len(instance.slots) for instance in instances)
     return Plan(
         strategy="configured",
         train=TrainPlacement(
@@ -130,7 +134,7 @@ def configured_plan(config: RunConfig) -> Plan:
             cp=training.train_cp_size,
             ep=training.train_ep_size,
             dp=training.train_gpus // model_parallel,
-            slots=tuple(SlotId(num_rollout_gpus + index) for index in range(training.train_gpus)),
+            slots=tuple(SlotId(num_taken + index) for index in range(training.train_gpus)),
         ),
         instances=instances,
     )
@@ -142,6 +146,12 @@ def _instances(config: RunConfig) -> Iterator[InstancePlacement]:
         slots = tuple(SlotId(next_slot + offset) for offset in range(tp))
         next_slot += tp
         yield InstancePlacement(instance_id=InstanceId(f"vllm-{index}"), tp=tp, slots=slots)
+
+
+def _endpoints(config: RunConfig) -> Iterator[InstancePlacement]:
+    """Servers of others: on devices that are none of ours."""
+    for index, endpoint in enumerate(config.heterogeneous_rollout.endpoints):
+        yield InstancePlacement(instance_id=InstanceId(f"vllm-{index}"), tp=endpoint.tp, slots=())
 
 
 def _tp_degrees(config: RunConfig) -> Iterator[int]:
