@@ -15,6 +15,7 @@ from libra import clock
 from libra.scheduling.scheduler import Scheduler
 from libra.wire.api import StatusSnapshot
 from libra_supervisor.app.forecaster import Forecaster
+from libra_supervisor.app.replan_desk import Outcomes
 from libra_supervisor.loop.control import Control
 from libra_supervisor.loop.stall import StallMeter
 from libra_supervisor.records.trackers import Trackers
@@ -31,7 +32,9 @@ class RunCollector(Collector):
         forecaster: Forecaster,
         trackers: Trackers,
         scheduler: Scheduler,
+        outcomes: Outcomes,
     ) -> None:
+        self._outcomes = outcomes
         self._scheduler = scheduler
         self._control = control
         self._status = status
@@ -79,6 +82,46 @@ class RunCollector(Collector):
         yield dropped
         yield from self._of_event_loop()
         yield from self._of_reloads()
+        yield from self._of_plans()
+
+    def _of_plans(self) -> Iterator[Metric]:
+        outcomes = self._outcomes
+        decisions = CounterMetricFamily(
+            "libra_plan_decisions", "Looks at the plan.", labels=["verdict"]
+        )
+        for verdict in ("keep", "switch"):
+            decisions.add_metric([verdict], outcomes.num_decisions[verdict])
+        yield decisions
+        ended = CounterMetricFamily(
+            "libra_reconfigurations", "Changes of the plan that ended.", labels=["outcome"]
+        )
+        for outcome in ("done", "rolled_back", "refused", "failed"):
+            ended.add_metric([outcome], outcomes.num_ended[outcome])
+        yield ended
+        if (decided := outcomes.last) is not None and "earned_s" in decided.numbers:
+            yield GaugeMetricFamily(
+                "libra_plan_earned_seconds",
+                "What the best other plan would earn within the horizon, at the newest look.",
+                decided.numbers["earned_s"],
+            )
+            yield GaugeMetricFamily(
+                "libra_plan_price_seconds",
+                "What going over to it would cost, with the uncertainty.",
+                decided.numbers["price_s"],
+            )
+        if (last := outcomes.last_ended) is None:
+            return
+        yield GaugeMetricFamily(
+            "libra_reconfiguration_stalled_seconds",
+            "How long training stood still for the newest change.",
+            last.stalled_s,
+        )
+        phases = GaugeMetricFamily(
+            "libra_reconfiguration_phase_seconds", "Of the newest change.", labels=["phase"]
+        )
+        for phase, seconds in last.phases.items():
+            phases.add_metric([phase], seconds)
+        yield phases
 
     def _of_reloads(self) -> Iterator[Metric]:
         counts = self._control.publication.counts

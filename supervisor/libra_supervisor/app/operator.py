@@ -14,6 +14,7 @@ from libra.scheduling.explanation import InstanceView
 from libra.scheduling.request import RouteRequest
 from libra.scheduling.scheduler import Scheduler
 from libra.wire.api import ChildStatus, StatusSnapshot, Verb, VerbReply, VerbRequest
+from libra_supervisor.app.replan_desk import ReplanDesk
 from libra_supervisor.app.routing import OWN_CATEGORY
 from libra_supervisor.display.progress import Progress, eta_s
 from libra_supervisor.events import (
@@ -55,7 +56,9 @@ class Operator:
         engine_status: Callable[[InstanceId], ProcessStatus],
         trainer_status: Callable[[], ProcessStatus],
         scheduler: Scheduler,
+        replans: ReplanDesk,
     ) -> None:
+        self._replans = replans
         self._facts = facts
         self._control = control
         self._inbox = inbox
@@ -89,6 +92,7 @@ class Operator:
             uptime_s=progress.elapsed_s,
             eta_s=progress.eta_s,
             plan=self._facts.plan_in_words,
+            last_decision=self._replans.last_in_words,
             children=(self._trainer(), *self._engines()),
             oldest_wait=self._oldest_wait(),
         )
@@ -105,7 +109,7 @@ class Operator:
             case "explain":
                 return self._explain(request)
             case "replan":
-                return VerbReply(ok=False, message=f"{verb} is not available yet")
+                return await self._replans.ask(is_dry_run=request.dry_run)
 
     async def _reload(self) -> VerbReply:
         control = self._control

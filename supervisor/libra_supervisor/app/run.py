@@ -16,6 +16,7 @@ from libra import clock
 from libra.ids import ChildId, RunId
 from libra.planner.plan import plan_in_words
 from libra.planner.probe import SwitchPlan
+from libra.planner.replan import Replanner
 from libra.rewards.loading import check_reward_name
 from libra.scheduling.notice import BreakerClosed, FeedbackRestored, RestartSeen
 from libra.scheduling.scheduler import Scheduler
@@ -36,6 +37,7 @@ from libra_supervisor.app.probe_judge import ProbeJudge
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import RankMail
 from libra_supervisor.app.recall import RunMemory, record_run_id, recorded_run_id
+from libra_supervisor.app.replan_desk import DeskPorts, ReplanDesk
 from libra_supervisor.app.routing import SchedulerRouting, explained_if_debugging
 from libra_supervisor.app.tracer import Tracer
 from libra_supervisor.display.console import Display
@@ -55,7 +57,7 @@ from libra_supervisor.process.lifecycle import Adoptee
 from libra_supervisor.process.logs import LogPolicy, LogRelay, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, Spawner, become_subreaper
 from libra_supervisor.ranks.gang import Gang
-from libra_supervisor.records.reader import last_attempt
+from libra_supervisor.records.reader import last_attempt, last_decision_id
 from libra_supervisor.records.tracker_backends import open_trackers
 from libra_supervisor.records.writer import RecordsWriter
 
@@ -145,6 +147,7 @@ class Run:
             explained=explained_if_debugging(),
         )
         self._stalls = StallMeter()
+        self._replans: ReplanDesk | None = None
         self._outcome: Outcome | None = None
         self._probe_judge: ProbeJudge | None = None
         self._trackers = open_trackers(launch.config.tracing, launch.directory, run_id)
@@ -163,8 +166,8 @@ class Run:
         fleet, gang = builder.fleet(self._served_directory), builder.gang()
         adopt = await self._take_over(fleet, logs, kernel)
         forecaster = builder.forecaster()
-        self._probe_judge = ProbeJudge(self._launch, learn=forecaster.learn)
-        operator = self._operator(fleet, gang, forecaster)
+        self._replans = replans = self._replan_desk(forecaster)
+        operator = self._operator(fleet, gang, forecaster, replans)
         notifier = Notifier.from_environment(self._launch.environ)
         try:
             async with (
@@ -185,7 +188,7 @@ class Run:
                 tasks.start_soon(self._hear_signals, fleet, gang)
                 fleet.start(tasks, adopt)
                 tasks.start_soon(gang.run)
-                await self._work(builder, fleet, gang, forecaster, self._probe_judge)
+                await self._work(builder, fleet, gang, forecaster, replans)
                 self._display.show(operator.progress())
                 notifier.stopping("ending children")
                 await self._end_children(fleet, gang)
@@ -226,7 +229,7 @@ class Run:
         fleet: Fleet,
         gang: Gang,
         forecaster: Forecaster,
-        probe_judge: ProbeJudge,
+        replans: ReplanDesk,
     ) -> None:
         """Until the end of the loop; rollouts and effects end here."""
         pool = builder.reward_pool()
@@ -235,6 +238,7 @@ class Run:
         evaluated = self._prompts.evaluated or self._prompts.dataset
         evaluations = builder.runner(evaluated, fleet, pool)
         mail = RankMail(gang)
+        probe_judge = self._probe_judge = ProbeJudge(self._launch, learn=forecaster.learn)
         async with anyio.create_task_group() as work:
             executor = Executor(
                 builder.terms(),
@@ -257,6 +261,7 @@ class Run:
                 runner.run,
                 evaluations.run,
                 mail.run,
+                replans.run,
                 builder.room.run,
                 self._say_notices,
             ):
@@ -294,9 +299,13 @@ class Run:
     def _note(self, event: Event) -> None:
         self._memory.note(event)
         self._tracer.on_event(event)
+        if self._replans is not None:
+            self._replans.on_event(event)
 
     def _execute(self, executor: Executor, command: Command) -> None:
         self._tracer.on_command(command)
+        if self._replans is not None:
+            self._replans.on_command(command)
         executor.execute(command)
 
     def _end(self, exit_code: int, reason: str) -> None:
@@ -327,7 +336,25 @@ class Run:
         directory = self._launch.directory.weights_of(version)
         return directory if directory.exists() else None
 
-    def _operator(self, fleet: Fleet, gang: Gang, forecaster: Forecaster) -> Operator:
+    def _replan_desk(self, forecaster: Forecaster) -> ReplanDesk:
+        launch = self._launch
+        return ReplanDesk(
+            launch.given,
+            Replanner(launch.given, num_gpus=len(launch.devices), book=launch.book),
+            DeskPorts(
+                plans=self._control.plans,
+                book=lambda: forecaster.book,
+                instances=lambda: self._scheduler.instances(clock.now()),
+                write=RecordsWriter(launch.directory).write_reconfiguration,
+                post=self.inbox.post,
+            ),
+            last_decision_id=last_decision_id(launch.directory.reconfigurations),
+            started_at=clock.now(),
+        )
+
+    def _operator(
+        self, fleet: Fleet, gang: Gang, forecaster: Forecaster, replans: ReplanDesk
+    ) -> Operator:
         operator = Operator(
             Facts(
                 run_id=self._run_id,
@@ -344,6 +371,7 @@ class Run:
             engine_status=fleet.status_of,
             trainer_status=gang.status,
             scheduler=self._scheduler,
+            replans=replans,
         )
         operator.registry = registry_of(
             RunCollector(
@@ -353,6 +381,7 @@ class Run:
                 forecaster,
                 self._trackers,
                 self._scheduler,
+                replans.outcomes,
             )
         )
         return operator

@@ -24,9 +24,11 @@ from libra_supervisor.loop.commands import (
     Command,
     SendBatch,
     StartGroup,
+    WriteReconfiguration,
     WriteReload,
     WriteStep,
 )
+from libra_supervisor.records.reconfiguration import ReconfigurationRecord
 
 
 class Running(msgspec.Struct, frozen=True):
@@ -117,6 +119,17 @@ class Tracer:
                     now,
                     track="weights",
                     version=record.policy_version,
+                )
+            case WriteReconfiguration(ReconfigurationRecord() as record):
+                self._spans.record(
+                    Phase.RECONFIGURATION,
+                    now - record.total_s,
+                    now,
+                    track="plan",
+                    decision=record.decision_id,
+                    outcome=record.outcome,
+                    stalled_s=record.stalled_s,
+                    **record.phases,
                 )
             case _:
                 return

@@ -172,6 +172,11 @@ def _add_control(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     stop.add_argument("--now", action="store_true", help="do not finish the step")
     reload = verbs.add_parser("reload", help="load the served weights into every engine once more")
     _add_run_dir(reload, "directory of the run (default: the newest in runs/)")
+    replan = verbs.add_parser("replan", help="look at the plan now, and change it if that pays")
+    _add_run_dir(replan, "directory of the run (default: the newest in runs/)")
+    replan.add_argument(
+        "--dry-run", action="store_true", help="say what would be done, and do nothing"
+    )
     _add_logs(verbs)
     for verb in VERBS_ON_TARGET:
         act = verbs.add_parser(verb, help=f"{verb} one rollout instance")
