@@ -49,17 +49,9 @@ PLANNER: Final = "global_resource_planner"
 NOT_YET: Final = (
     *_gaps(
         PLANNER,
-        "runtime_dynamic_reconfiguration_enabled runtime_online_replanning "
-        "runtime_rollout_reconfigure_strategy runtime_cluster_swap_enabled "
-        "runtime_reconfigure_training runtime_training_pool_plan_only "
-        "runtime_drain_before_reconfigure decouple_communication_domains "
+        "decouple_communication_domains "
         "elastic_hybrid_replica_size_gpus elastic_hybrid_min_rollout_gpus",
         "the elastic runtime is not built",
-    ),
-    *_gaps(
-        PLANNER,
-        "runtime_batch_collection_timeout_s runtime_batch_collection_max_retries",
-        "batch collection has no timeout of its own",
     ),
 )
 """Remove an entry when its option takes effect; nothing else has to change."""

@@ -156,7 +156,11 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
     responses are the ones a short limit would cut."""
 
     runtime_batch_collection_max_retries: Count = 3
-    """Retries after a batch collection timeout."""
+    """Retries after a batch collection timeout. Each asks anew for the samples that have been
+    running for longer than the timeout, and for nothing else."""
+
+    runtime_batch_collection_allow_partial: bool = False
+    """After the retries, train on the complete groups that are there; false ends the run."""
 
     runtime_drain_before_reconfigure: bool = True
     """Drain in-flight rollout work before a change at run time."""

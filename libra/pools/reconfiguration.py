@@ -14,6 +14,7 @@ transition.
 """
 
 from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -33,6 +34,9 @@ from libra.pools.transition import (
     in_words,
     is_over,
 )
+
+Ending: TypeAlias = Literal["done", "rolled_back", "failed"]
+"""The plan wanted is in force; the one before is, and serves; what is left of the one before is."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,8 +59,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """How a change ended."""
 
-    outcome: str
-    """`done`, `rolled_back` or `failed`."""
+    outcome: Ending
 
     reason: str
     plan: Plan
@@ -318,10 +321,10 @@ class Reconfiguration:
         if not self.order.is_turned:
             self._finish("done", self.order.reason, self._target, now)
             return
-        outcome = "rolled_back" if self._is_whole else "failed"
+        outcome: Ending = "rolled_back" if self._is_whole else "failed"
         self._finish(outcome, self.order.turned_by, self._target, now)
 
-    def _finish(self, outcome: str, reason: str, plan: Plan, now: float) -> None:
+    def _finish(self, outcome: Ending, reason: str, plan: Plan, now: float) -> None:
         self.result = Result(
             outcome=outcome,
             reason=reason,

@@ -30,11 +30,14 @@ def shard(
 
     `advantages` is parallel to the trajectories of `groups` in order. Within a mini-batch every
     rank gets the same number of samples, and about the same number of tokens. Token and sequence
-    counts are those of the whole mini-batch, the same for every rank.
+    counts are those of the whole mini-batch, the same for every rank: of what is there, also where
+    the batch is not full.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     size = shape.mini_batch_size
-    if size % shape.dp_size or len(trajectories) % size:
+    # A batch that could not be filled ends with a mini-batch of what is left.
+    rest = len(trajectories) % size
+    if size % shape.dp_size or rest % shape.dp_size:
         raise InvariantError(
             f"{len(trajectories)} trajectories do not divide into mini-batches of {size} "
             f"over {shape.dp_size} data-parallel ranks"

@@ -44,6 +44,15 @@ class VerbReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     replan: the line of reconfigurations.jsonl, and `plan_wanted`."""
 
 
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine of a data-parallel server, as its metrics tell; None while unknown."""
+
+    engine: str
+    num_running: int | None
+    num_queued: int | None
+    kv_use_fraction: float | None
+
+
 class ChildStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One supervised child."""
 
@@ -65,6 +74,8 @@ class ChildStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Age of the two before; None: never seen."""
 
     last_error: str
+    engines: tuple[EngineStatus, ...] = ()
+    """What the queue and the KV use are made of, when a server has several; else empty."""
 
 
 class StatusSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from libra.ids import GroupId, Incarnation, InstanceId
+from libra.planner.plan import InstancePlacement, TrainPlacement
 from libra.rollouts.group import AdmittedGroup
 from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest
 from libra.wire.rank import MiniBatch, RankCommand
@@ -20,6 +21,13 @@ class Ranks(Protocol):
 
     def train(self, attempt: int, step: int, shards: Sequence[tuple[MiniBatch, ...]]) -> None:
         """Queue a TrainStep for every rank, each with the shard of its data-parallel rank."""
+
+
+class Trainers(Protocol):
+    """The gang's place and layout."""
+
+    def reshape(self, placement: TrainPlacement) -> None:
+        """End the gang and start another attempt as `placement`, at no cost to its budget."""
 
 
 class Engines(Protocol):
@@ -42,6 +50,24 @@ class Engines(Protocol):
     def replace(self, instance_id: InstanceId, reason: str) -> None:
         """End the process and start another, without waiting for either."""
 
+    def add(self, placement: InstancePlacement, *, has_devices: bool) -> None:
+        """Start a server, or let one go on that waits for its devices.
+
+        InstanceWarmed says when one without devices has come as far as it can.
+        """
+
+    def drain(self, instance_id: InstanceId, *, gives_back: bool) -> None:
+        """Have InstanceDrained posted when nothing is in flight there.
+
+        With `gives_back` what is in flight goes back to the queue.
+        """
+
+    def keep(self, instance_id: InstanceId) -> None:
+        """Forget about a drain that was asked for."""
+
+    def retire(self, instance_id: InstanceId) -> None:
+        """End a server for good; InstanceRetired says when its devices are free."""
+
 
 class Rollouts(Protocol):
     """The tasks that make trajectories."""
@@ -49,6 +75,9 @@ class Rollouts(Protocol):
     def start(self, group: AdmittedGroup) -> None: ...
 
     def cancel(self, group_id: GroupId) -> None: ...
+
+    def ask_again(self, group_id: GroupId, sample_indices: Sequence[int]) -> None:
+        """Begin these samples of a running group anew, but for those that have just ended."""
 
     def cancel_all(self, reason: str) -> None: ...
 
@@ -67,5 +96,11 @@ class Routing(Protocol):
         """Tell of a process; a planned one continues what its predecessor was known for."""
 
     def serve(self, instance_id: InstanceId, version: int) -> None: ...
+
+    def places_of(self, group_ids: Sequence[GroupId]) -> dict[str, str]:
+        """By request of these groups: the instance it is at, or that it waits for a place."""
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """Its server has ended and does not come back."""
 
     def withdraw(self, instance_id: InstanceId, *, is_draining: bool) -> None: ...

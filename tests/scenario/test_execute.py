@@ -65,6 +65,8 @@ def executor_in(directory, tasks, *, ranks=None, engines=None, post=None) -> Exe
     )
     ports = Ports(
         ranks=ranks,
+        trainer=nobody,
+        plans=nobody,
         engines=engines,
         rollouts=nobody,
         evaluations=nobody,

@@ -8,7 +8,7 @@ from control_world import RandomWorld
 from fleets import fleet_of, place
 from libra.planner.search import plan
 from libra.wire.api import ChildStatus, StatusSnapshot
-from libra_supervisor.app.collector import RunCollector, registry_of
+from libra_supervisor.app.collector import RunCollector, Sources, registry_of
 from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.app.replan_desk import Outcomes
 from libra_supervisor.events import ReconfigurationEnded
@@ -111,7 +111,15 @@ def trained_collector(world: RandomWorld | None = None) -> RunCollector:
     for prompt in ("a", "a", "a", "b"):
         place(scheduler, prompt=prompt)
     return RunCollector(
-        world.control, lambda: STATUS, StallMeter(), forecaster, trackers, scheduler, _looked()
+        world.control,
+        lambda: STATUS,
+        Sources(
+            stalls=StallMeter(),
+            forecaster=forecaster,
+            trackers=trackers,
+            scheduler=scheduler,
+            outcomes=_looked(),
+        ),
     )
 
 

@@ -119,3 +119,19 @@ def test_sampling_seeds_differ_in_everything_that_makes_a_request_another_one():
 
 def test_a_sampling_seed_is_the_same_on_every_machine_and_after_a_resume():
     assert sampling_seed(7, admitted(3), sample_index=2) == 2355612529637396985
+
+
+def test_a_batch_that_is_not_full_ends_with_what_is_left_and_counts_what_is_there():
+    batch = groups(num_groups=3)
+    shards = shard(batch, [float(i) for i in range(6)], BatchShape(dp_size=2, mini_batch_size=4))
+    assert [[len(m.samples) for m in rank] for rank in shards] == [[2, 1], [2, 1]]
+    tokens = [t.num_response_tokens for g in batch for t in g.trajectories]
+    for rank in shards:
+        assert [m.global_num_tokens for m in rank] == [sum(tokens[:4]), sum(tokens[4:])]
+        assert [m.global_num_sequences for m in rank] == [4, 2]
+    assert len({s.trajectory_id for s in samples_of(shards)}) == 6
+
+
+def test_what_is_left_has_to_divide_over_the_ranks():
+    with pytest.raises(InvariantError, match="do not divide"):
+        shard(groups(num_groups=3), [0.0] * 6, BatchShape(dp_size=4, mini_batch_size=4))

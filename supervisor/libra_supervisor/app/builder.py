@@ -8,11 +8,12 @@ from typing import Final
 import msgspec
 
 from libra.data.dataset import PromptDataset
-from libra.ids import ChildId, RunId
-from libra.planner.plan import InstancePlacement
+from libra.ids import ChildId, InstanceId, RunId
+from libra.planner.plan import InstancePlacement, TrainPlacement
 from libra.scheduling.scheduler import Scheduler
 from libra.workflows.loading import load_workflow
 from libra_supervisor.app.device_gate import DeviceGate
+from libra_supervisor.app.drain_watch import DrainWatch
 from libra_supervisor.app.engine import Engine, EngineSite
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
@@ -40,6 +41,17 @@ from libra_supervisor.shared_load.directory import SharedDirectory
 from libra_supervisor.shared_load.exchange import LoadExchange
 
 LOOPBACK: Final = "127.0.0.1"
+NUM_PORTS: Final = 65_536
+
+
+def port_of(instance_id: InstanceId, base: int) -> int:
+    """`rollout_port_base` plus the number in the id, which no other instance of the run has had.
+
+    0 takes any. A run of so many instances that the ports end goes on at the base.
+    """
+    if not base:
+        return 0
+    return base + int(instance_id.rpartition("-")[2]) % (NUM_PORTS - base)
 
 
 class Builder(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,12 +95,36 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             meter=self.meter,
             cores=launch.cores,
         )
-        engines = [
-            self._engine(site, index, placement, served_directory)
-            for index, placement in enumerate(launch.plan.instances)
-        ]
+
+        endpoints = config.heterogeneous_rollout.endpoints
+        url_of = {
+            placement.instance_id: endpoint.url
+            for placement, endpoint in zip(launch.plan.instances, endpoints, strict=False)
+        }
+
+        def make(placement: InstancePlacement, has_devices: bool) -> Engine:
+            self.meter.add(placement.instance_id, placement.tp)
+            if url := url_of.get(placement.instance_id):
+                return ForeignEngine(site, placement, self.scheduler, url=url, rng=self.rng)
+            return Engine(
+                site,
+                placement,
+                self.scheduler,
+                port=port_of(placement.instance_id, config.rollout.rollout_port_base),
+                served_directory=served_directory,
+                rng=self.rng,
+                gate=self._gate(
+                    ChildId(placement.instance_id),
+                    placement.slots,
+                    needed_fraction=config.rollout.gpu_memory_utilization,
+                ),
+                has_devices=has_devices,
+            )
+
         return Fleet(
-            engines,
+            launch.plan.instances,
+            make=make,
+            watch=DrainWatch(self.scheduler, self.room, self.inbox.post),
             config=config.supervision,
             spawner=self.spawner,
             weights=config.weights,
@@ -96,47 +132,9 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             rng=self.rng,
         )
 
-    def _engine(
-        self,
-        site: EngineSite,
-        index: int,
-        placement: InstancePlacement,
-        served_directory: Callable[[], Path | None],
-    ) -> Engine:
-        config = self.launch.config
-        if endpoints := config.heterogeneous_rollout.endpoints:
-            url = endpoints[index].url
-            return ForeignEngine(site, placement, self.scheduler, url=url, rng=self.rng)
-        base = config.rollout.rollout_port_base
-        return Engine(
-            site,
-            placement,
-            self.scheduler,
-            port=base + index if base else 0,
-            served_directory=served_directory,
-            rng=self.rng,
-            gate=self._gate(
-                ChildId(placement.instance_id),
-                placement.slots,
-                needed_fraction=config.rollout.gpu_memory_utilization,
-            ),
-        )
-
     def gang(self) -> Gang:
         launch = self.launch
-        on_cuda = launch.device == "cuda"
-        slots = launch.plan.train.slots
-        devices = tuple(launch.devices[slot] for slot in slots)
-        site = GangSite(
-            run_id=self.run_id,
-            directory=launch.directory,
-            placement=launch.plan.train,
-            device=launch.device,
-            env=dict(launch.environ),
-            visible_devices=devices if on_cuda else (),
-            rank_cores=tuple(launch.cores[slot] for slot in slots) if launch.cores else (),
-        )
-        gate = self._gate(TRAINER_ID, slots, needed_fraction=None)
+        site, gate = self.gang_site(launch.plan.train), self._gang_gate(launch.plan.train)
         return Gang(
             site,
             spawner=self.spawner,
@@ -145,6 +143,28 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             post=self.inbox.post,
             rng=self.rng,
             hindrance=None if gate is None else gate.hindrance,
+        )
+
+    def reshape(self, gang: Gang, placement: TrainPlacement) -> None:
+        gate = self._gang_gate(placement)
+        gang.reshape(self.gang_site(placement), None if gate is None else gate.hindrance)
+
+    def _gang_gate(self, placement: TrainPlacement) -> DeviceGate | None:
+        return self._gate(TRAINER_ID, placement.slots, needed_fraction=None)
+
+    def gang_site(self, placement: TrainPlacement) -> GangSite:
+        launch = self.launch
+        on_cuda = launch.device == "cuda"
+        slots = placement.slots
+        devices = tuple(launch.devices[slot] for slot in slots)
+        return GangSite(
+            run_id=self.run_id,
+            directory=launch.directory,
+            placement=placement,
+            device=launch.device,
+            env=dict(launch.environ),
+            visible_devices=devices if on_cuda else (),
+            rank_cores=tuple(launch.cores[slot] for slot in slots) if launch.cores else (),
         )
 
     def _gate(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -21,6 +22,16 @@ from libra_supervisor.loop.stall import StallMeter
 from libra_supervisor.records.trackers import Trackers
 
 
+class Sources(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose figures are shown, beside the control state's."""
+
+    stalls: StallMeter
+    forecaster: Forecaster
+    trackers: Trackers
+    scheduler: Scheduler
+    outcomes: Outcomes
+
+
 class RunCollector(Collector):
     """Gauges and counters `libra_*`; units are in the names."""
 
@@ -28,19 +39,15 @@ class RunCollector(Collector):
         self,
         control: Control,
         status: Callable[[], StatusSnapshot],
-        stalls: StallMeter,
-        forecaster: Forecaster,
-        trackers: Trackers,
-        scheduler: Scheduler,
-        outcomes: Outcomes,
+        sources: Sources,
     ) -> None:
-        self._outcomes = outcomes
-        self._scheduler = scheduler
         self._control = control
         self._status = status
-        self._stalls = stalls
-        self._forecaster = forecaster
-        self._trackers = trackers
+        self._stalls = sources.stalls
+        self._forecaster = sources.forecaster
+        self._trackers = sources.trackers
+        self._scheduler = sources.scheduler
+        self._outcomes = sources.outcomes
 
     def collect(self) -> Iterator[Metric]:
         status, control = self._status(), self._control

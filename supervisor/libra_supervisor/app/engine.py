@@ -16,7 +16,7 @@ from libra.ids import ChildId, Incarnation, RequestId, RunId
 from libra.planner.plan import InstancePlacement
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
-from libra.wire.instance import InstanceState, Sampling
+from libra.wire.instance import GO_FILE_VARIABLE, WAITING_SUFFIX, InstanceState, Sampling
 from libra_supervisor.app.device_gate import DeviceGate
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.health import Health, HealthMonitor
@@ -103,13 +103,18 @@ class Engine(ChildHooks):
         served_directory: Callable[[], Path | None],
         rng: Random,
         gate: DeviceGate | None = None,
+        has_devices: bool = True,
     ) -> None:
         """Nothing is started yet; `port` 0 takes any.
+
+        Without `has_devices` a process comes up as far as it can and waits for `give_devices`.
 
         `served_directory` gives the committed version's directory, from which a process that
         replaces a failed one starts; None for the base model.
         """
         self._gate = gate
+        self._has_devices = has_devices
+        self._go_file: Path | None = None
         self.placement = placement
         self.reload_begun_at: float | None = None
         """Since when a reload is asked for: for a while no progress is owed."""
@@ -168,9 +173,38 @@ class Engine(ChildHooks):
             served_directory=None if directory is None else str(directory),
         )
         cores = sorted({core for slot in self.placement.slots for core in site.cores_of(slot)})
-        return msgspec.structs.replace(spec, limits=Limits(cpu_cores=tuple(cores)))
+        return msgspec.structs.replace(
+            spec,
+            limits=Limits(cpu_cores=tuple(cores)),
+            env={**spec.env, **self._go_variables(incarnation)},
+        )
+
+    def _go_variables(self, incarnation: Incarnation) -> dict[str, str]:
+        if self._has_devices:
+            self._go_file = None
+            return {}
+        self._go_file = self._site.directory.go_file_of(incarnation)
+        self._go_file.parent.mkdir(exist_ok=True)
+        return {GO_FILE_VARIABLE: str(self._go_file)}
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether a process has come up to where it needs its devices."""
+        go_file = self._go_file
+        return go_file is not None and go_file.with_name(go_file.name + WAITING_SUFFIX).exists()
+
+    async def give_devices(self) -> None:
+        """Let the process that waits go on, once its devices have the memory it needs."""
+        while await self._gated() is not None:
+            await clock.sleep(READY_POLL_S)
+        self._has_devices = True
+        if self._go_file is not None:
+            self._go_file.touch()
 
     async def hindrance(self) -> str | None:
+        return await self._gated() if self._has_devices else None
+
+    async def _gated(self) -> str | None:
         return None if self._gate is None else await self._gate.hindrance()
 
     def required_facts(self) -> dict[str, str]:

@@ -20,6 +20,7 @@ from libra.errors import ConfigError, SiteError
 from libra.ids import RunId
 from libra.planner.applied import pinned_config, planned_config
 from libra.planner.calibration import Calibration, encode
+from libra.planner.matching import slots_of
 from libra.planner.plan import Plan
 from libra.planner.probe import SwitchPlan
 from libra.planner.report import PlanReport
@@ -27,9 +28,16 @@ from libra.planner.search import plan as planned
 from libra.planner.train_layout import TrainLayout
 from libra.storage.atomic import atomic_write
 from libra.storage.checkpoints import list_complete_checkpoints
+from libra_supervisor.app.recall import remembered_plan
 from libra_supervisor.doctor.checks import check_site
-from libra_supervisor.doctor.devices import resolved_device, slot_cores, slot_devices
+from libra_supervisor.doctor.devices import (
+    num_slots_here,
+    resolved_device,
+    slot_cores,
+    slot_devices,
+)
 from libra_supervisor.doctor.held import NOTHING, Held, held_by_run
+from libra_supervisor.loop.plan_memory import PlanMemory
 from libra_supervisor.records.calibration import CalibrationStore, known_book, store_of
 from libra_supervisor.run_directory import RunDirectory
 
@@ -73,6 +81,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     excluded: frozenset[TrainLayout] = frozenset()
     """Layouts that failed their recompute probe."""
 
+    memory: PlanMemory | None = None
+    """What an earlier supervisor left about the plan, which may change while the run goes on."""
+
 
 def choose_directory(request: RunRequest) -> RunDirectory:
     """The directory asked for; else a new one, or on --resume the newest of this configuration.
@@ -105,9 +116,16 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
     config = msgspec.structs.replace(
         config, control=msgspec.structs.replace(config.control, device=device)
     )
+    memory: PlanMemory | None = None
     if request.is_resume and directory.resolved_config_json.exists():
         old = load_resolved(directory.resolved_config_json)
         config = pinned_config(config, old)
+        if config.global_resource_planner.runtime_dynamic_reconfiguration_enabled:
+            memory = remembered_plan(directory)
+        if memory is not None:
+            # What the run has come to, not what it was started with.
+            in_force = memory.plan if memory.order is None else memory.order.old
+            config, old = planned_config(config, in_force), planned_config(old, in_force)
         changed = check_resume(old, config, place_of=request.loaded.place_of)
         if changed:
             raise ConfigProblemsError(changed, subject=str(request.config_path))
@@ -115,7 +133,8 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
     store = store_of(config, request.loaded.environment)
     book = known_book(config, store)
     report = planned(config, calibration=book)
-    plan, config = report.plan, planned_config(config, report.plan)
+    plan = report.plan if memory is None else memory.plan
+    config = planned_config(config, plan)
     launch = Launch(
         config=config,
         directory=directory,
@@ -129,12 +148,18 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
         environ=request.environ,
         loaded=request.loaded,
         is_resume=request.is_resume,
+        memory=memory,
     )
     launch = _on_devices(launch, held=held_by_run(directory) if writes else NOTHING)
     if writes:
         atomic_write(directory.given_config, request.config_path.read_bytes())
-        _write_plan(launch)
+        write_plan(launch)
     return launch
+
+
+def on_plan(launch: Launch, plan: Plan) -> Launch:
+    """The same run once `plan` is in force."""
+    return msgspec.structs.replace(launch, config=planned_config(launch.given, plan), plan=plan)
 
 
 def replanned(launch: Launch, switch: SwitchPlan) -> Launch:
@@ -153,7 +178,7 @@ def replanned(launch: Launch, switch: SwitchPlan) -> Launch:
         excluded=switch.excluded,
     )
     changed = _on_devices(changed, held=NOTHING)
-    _write_plan(changed)
+    write_plan(changed)
     return changed
 
 
@@ -166,7 +191,10 @@ def _on_devices(launch: Launch, *, held: Held) -> Launch:
     if beyond:
         raise ConfigProblemsError(beyond, subject="the plan")
     plan, root = launch.plan, launch.directory.root
-    num_slots = sum(len(it.slots) for it in plan.instances) + plan.train.world_size
+    num_slots = 1 + max(slot for _, slot in slots_of(plan))
+    if launch.config.global_resource_planner.runtime_dynamic_reconfiguration_enabled:
+        # What the plan does not use is spare, for another plan.
+        num_slots = max(num_slots, num_slots_here(launch.device, launch.environ))
     devices = slot_devices(launch.device, num_slots=num_slots, environ=launch.environ)
     findings = check_site(launch.config, plan, launch.device, root, held=held)
     failed = [finding for finding in findings if not finding.ok]
@@ -197,7 +225,7 @@ def _newest_run(name: str) -> RunDirectory:
     return (saved or found)[-1]
 
 
-def _write_plan(launch: Launch) -> None:
+def write_plan(launch: Launch) -> None:
     """Record what is going to run; the ranks read their configuration from here."""
     config, directory = launch.config, launch.directory
     atomic_write(directory.resolved_config, dump_yaml(config).encode())

@@ -7,24 +7,30 @@ from libra.models.architecture import architecture_of
 from libra.models.kv_capacity import kv_capacity_tokens
 from libra.planner.cost_models import engine_memory
 from libra.planner.plan import Plan
+from libra.pools.change_policy import policy_of
 from libra.pools.pool import RolloutPool
 from libra.rollouts.accounts import LEASE_S, BufferLimits
 from libra.rollouts.batch import BatchShape
 from libra.rollouts.evaluation import EvaluationTerms
 from libra.weights.judge import probe_tolerance_of
+from libra_supervisor.app.launch import Launch
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.doctor.checks import BYTES_OF_DTYPE
 from libra_supervisor.instances.vllm import rollout_dtype
+from libra_supervisor.loop.collection import CollectionTerms
 from libra_supervisor.loop.control import Control
 from libra_supervisor.loop.cycle import Cycle, Limits
 from libra_supervisor.loop.evaluator import Evaluator
+from libra_supervisor.loop.plan_desk import PlanDesk
 from libra_supervisor.loop.publication import Publication
 from libra_supervisor.loop.publication import Terms as PublicationTerms
 from libra_supervisor.loop.rollout_desk import RolloutDesk
 from libra_supervisor.loop.run_state import Policy
 
 
-def control_of(config: RunConfig, plan: Plan, prompts: Prompts, run_id: RunId) -> Control:
+def control_of(
+    config: RunConfig, plan: Plan, prompts: Prompts, run_id: RunId, plans: PlanDesk
+) -> Control:
     """Every machine in its first state. Call it inside the event loop: it reads the clock."""
     now = clock.now()
     pool = RolloutPool([(i.instance_id, i.tp) for i in plan.instances], now=now)
@@ -47,14 +53,27 @@ def control_of(config: RunConfig, plan: Plan, prompts: Prompts, run_id: RunId) -
         desk=RolloutDesk(buffer_limits(config), prompts.cursor),
         publication=publication,
         evaluator=Evaluator(_evaluation_terms(config, prompts)),
+        plans=plans,
         policy=Policy(
             min_rollout_gpus=min_rollout_gpus,
             publishes=publishes,
             transfers=config.weights.rollout_weight_sync_mode == "nccl",
+            collection=_collection_terms(config),
             num_probes=plan.train.world_size
             if config.global_resource_planner.memory_budget_dry_run_enabled
             else 0,
         ),
+    )
+
+
+def plan_desk_of(launch: Launch) -> PlanDesk:
+    """Every device of the machine that the run may use counts as a slot."""
+    planner = launch.config.global_resource_planner
+    return PlanDesk(
+        launch.plan,
+        policy_of(planner, num_slots=len(launch.devices)),
+        config=launch.given,
+        memory=launch.memory,
     )
 
 
@@ -93,6 +112,16 @@ def kv_capacity_by_tp(config: RunConfig, plan: Plan) -> dict[int, int]:
         )
         for tp in {instance.tp for instance in plan.instances}
     }
+
+
+def _collection_terms(config: RunConfig) -> CollectionTerms:
+    planner = config.global_resource_planner
+    return CollectionTerms(
+        timeout_s=planner.runtime_batch_collection_timeout_s,
+        max_retries=planner.runtime_batch_collection_max_retries,
+        allows_partial=planner.runtime_batch_collection_allow_partial,
+        micro_batch_size=config.training.micro_batch_size,
+    )
 
 
 def _limits(config: RunConfig, *, publishes: bool, now: float) -> Limits:

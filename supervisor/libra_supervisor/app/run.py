@@ -26,13 +26,14 @@ from libra_supervisor.api.access import read_or_make_token
 from libra_supervisor.api.server import api_server
 from libra_supervisor.app.adoption import adoptee_of, take_over
 from libra_supervisor.app.builder import Builder
-from libra_supervisor.app.collector import RunCollector, registry_of
+from libra_supervisor.app.collector import RunCollector, Sources, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.app.launch import Launch, new_run_id, replanned
-from libra_supervisor.app.operator import Facts, Operator
-from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
+from libra_supervisor.app.operator import Children, Facts, Operator
+from libra_supervisor.app.parts import control_of, kv_capacity_by_tp, plan_desk_of
+from libra_supervisor.app.plan_files import PlanFiles, TrainerPlace
 from libra_supervisor.app.probe_judge import ProbeJudge
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import RankMail
@@ -136,9 +137,13 @@ class Run:
         self._display = display
         self._num_signals = 0
         self.inbox: Inbox[Event] = Inbox()
-        self._control = control_of(launch.config, launch.plan, prompts, run_id)
+        self._control = control_of(
+            launch.config, launch.plan, prompts, run_id, plan_desk_of(launch)
+        )
         self._control.attempts_before = last_attempt(launch.directory.metrics)
         self._memory = RunMemory(launch.directory, run_id)
+        if launch.memory is not None:
+            self._memory.remember_plan(launch.memory)
         self._spans = _span_writer(launch, run_id)
         self._tracer = Tracer(self._spans)
         self._scheduler = Scheduler(
@@ -244,10 +249,12 @@ class Run:
                 builder.terms(),
                 Ports(
                     ranks=mail,
+                    trainer=TrainerPlace(builder, gang),
+                    plans=PlanFiles(self._launch, self._memory, forecaster),
                     engines=fleet,
                     rollouts=runner,
                     evaluations=evaluations,
-                    routing=SchedulerRouting(self._scheduler, fleet),
+                    routing=SchedulerRouting(self._scheduler, fleet, builder.room),
                     records=RecordsWriter(self._launch.directory, self._trackers),
                     judge=forecaster,
                     judge_probe=probe_judge,
@@ -359,7 +366,6 @@ class Run:
             Facts(
                 run_id=self._run_id,
                 directory=self._launch.directory,
-                plan_in_words=plan_in_words(self._launch.plan),
                 total_steps=self._config.control.total_steps,
                 started_at=clock.now(),
                 manages_engines=(
@@ -368,8 +374,7 @@ class Run:
             ),
             control=self._control,
             inbox=self.inbox,
-            engine_status=fleet.status_of,
-            trainer_status=gang.status,
+            children=Children(engine=fleet.status_of, trainer=gang.status),
             scheduler=self._scheduler,
             replans=replans,
         )
@@ -377,11 +382,13 @@ class Run:
             RunCollector(
                 self._control,
                 operator.status,
-                self._stalls,
-                forecaster,
-                self._trackers,
-                self._scheduler,
-                replans.outcomes,
+                Sources(
+                    stalls=self._stalls,
+                    forecaster=forecaster,
+                    trackers=self._trackers,
+                    scheduler=self._scheduler,
+                    outcomes=replans.outcomes,
+                ),
             )
         )
         return operator

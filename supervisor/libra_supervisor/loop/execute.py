@@ -7,7 +7,7 @@ the run, unless the effect's own answer can say it (a reload that was not delive
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, assert_never
+from typing import Any, Protocol, TypeAlias, assert_never
 
 import anyio
 import anyio.to_thread
@@ -20,6 +20,7 @@ from libra.algorithms.advantage import advantages
 from libra.config.algorithm import AlgorithmConfig
 from libra.errors import DataError, LibraError, PeerError
 from libra.ids import PolicyVersion, RunId
+from libra.planner.plan import Plan
 from libra.rollouts.batch import BatchShape, shard
 from libra.rollouts.group import CompleteGroup
 from libra.storage.arrival import when_visible
@@ -39,8 +40,9 @@ from libra_supervisor.events import (
 )
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.commands import Command
+from libra_supervisor.loop.plan_memory import PlanMemory
 from libra_supervisor.loop.rollout_state import encoded
-from libra_supervisor.ports import Engines, Ranks, Rollouts, Routing
+from libra_supervisor.ports import Engines, Ranks, Rollouts, Routing, Trainers
 from libra_supervisor.records.step import StepRecord
 from libra_supervisor.records.writer import RecordsWriter
 from libra_supervisor.run_directory import RunDirectory
@@ -54,10 +56,22 @@ JudgeProbe: TypeAlias = Callable[[commands.JudgeProbe], ProbeJudged]
 """Called in a thread."""
 
 
+class Plans(Protocol):
+    """Where the plan in force is written down."""
+
+    def write(self, plan: Plan) -> None:
+        """Have plan.json and the resolved configuration say it. Called in a thread."""
+
+    def remember(self, memory: PlanMemory) -> None:
+        """Keep it for a later supervisor, without waiting for the disk."""
+
+
 class Ports(msgspec.Struct, frozen=True, kw_only=True):
     """The world."""
 
     ranks: Ranks
+    trainer: Trainers
+    plans: Plans
     engines: Engines
     rollouts: Rollouts
     evaluations: Rollouts
@@ -76,6 +90,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     directory: RunDirectory
     algorithm: AlgorithmConfig
     shape: BatchShape
+    """Of the plan that the run starts with."""
+
     keep_last: int
     probe_token_ids: tuple[int, ...]
 
@@ -93,6 +109,7 @@ class Executor:
         end: Callable[[int, str], None],
     ) -> None:
         self._terms = terms
+        self._shape = terms.shape
         self._ports = ports
         self._tasks = tasks
         self._post = post
@@ -138,8 +155,29 @@ class Executor:
                 ports.routing.withdraw(instance_id, is_draining=is_draining)
             case commands.ReplaceInstance(instance_id, reason):
                 ports.engines.replace(instance_id, reason)
+            case commands.AddInstance(placement, has_devices):
+                ports.engines.add(placement, has_devices=has_devices)
+            case commands.DrainInstance(instance_id, gives_back):
+                ports.engines.drain(instance_id, gives_back=gives_back)
+            case commands.KeepInstance(instance_id):
+                ports.engines.keep(instance_id)
+            case commands.RetireInstance(instance_id):
+                ports.engines.retire(instance_id)
+            case commands.ForgetInstance(instance_id):
+                ports.routing.forget(instance_id)
+            case commands.ReshapeGang(plan):
+                self._start(self._reshape, plan)
+            case commands.KeepPlan(memory):
+                ports.plans.remember(memory)
+            case commands.WritePlan(plan):
+                self._write(ports.plans.write, plan)
             case commands.StartGroup(group):
                 ports.rollouts.start(group)
+            case commands.AskAgain(group_id, sample_indices):
+                ports.rollouts.ask_again(group_id, sample_indices)
+            case commands.SayMissing(fields, group_ids):
+                places = ports.routing.places_of(group_ids)
+                _log.warning("batch_collection_timeout", **fields, requests=places)
             case commands.CancelGroup(group_id):
                 ports.rollouts.cancel(group_id)
             case commands.CancelAllGroups(reason):
@@ -247,8 +285,14 @@ class Executor:
 
     # Ranks
 
+    async def _reshape(self, plan: Plan) -> None:
+        """The ranks read their configuration when they start."""
+        await anyio.to_thread.run_sync(self._ports.plans.write, plan, limiter=self._files)
+        self._shape = msgspec.structs.replace(self._shape, dp_size=plan.train.dp)
+        self._ports.trainer.reshape(plan.train)
+
     async def _send_batch(self, command: commands.SendBatch) -> None:
-        cut = partial(cut_batch, command.groups, self._terms.algorithm, self._terms.shape)
+        cut = partial(cut_batch, command.groups, self._terms.algorithm, self._shape)
         shards = await anyio.to_thread.run_sync(cut)
         # A checkpoint that was asked for before holds the step before.
         await self._save_is_told.wait()

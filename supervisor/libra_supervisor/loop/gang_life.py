@@ -20,8 +20,9 @@ from libra.wire.rank import (
     WeightsSent,
 )
 from libra_supervisor import events
-from libra_supervisor.loop import commands
+from libra_supervisor.loop import commands, plan_life
 from libra_supervisor.loop.commands import Command
+from libra_supervisor.loop.cycle import Phase
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.run_state import RunState
 
@@ -38,13 +39,15 @@ def on_gang(
     match event:
         case events.CheckpointChosen():
             state.attempt = event.attempt
+            if state.cycle.phase is Phase.RESHAPING and event.step == state.cycle.step:
+                # The same policy in other ranks: what rollouts have made so far is as good.
+                state.publication.on_reshaped(attempt=event.attempt)
+                return ()
             state.probe.on_attempt(restored_step=event.step)
             state.desk.rewind(event.rollout_state, PolicyVersion(event.step))
             return ()
         case events.GangReady():
-            if event.attempt == state.attempt:
-                state.ready_step = event.step
-            return ()
+            return _on_gang_ready(state, event, at)
         case events.ProbeJudged():
             return _on_probe_judged(state, event)
         case events.GangLost():
@@ -55,10 +58,21 @@ def on_gang(
             assert_never(event)
 
 
+def _on_gang_ready(state: RunState, event: events.GangReady, at: Moment) -> tuple[Command, ...]:
+    if event.attempt != state.attempt:
+        return ()
+    state.ready_step = event.step
+    resumed: tuple[Command, ...] = ()
+    if state.cycle.phase is Phase.RESHAPING:
+        resumed = state.follow(state.cycle.on_reshaped(now=at.now), at)
+    return (*resumed, *plan_life.on_training_ready(state, at))
+
+
 def _on_gang_lost(state: RunState, event: events.GangLost, at: Moment) -> tuple[Command, ...]:
     state.ready_step = None
     state.desk.close()
     state.book.discard()
+    state.collection.end()
     unrouted = tuple(commands.Unroute(i) for i in state.pool.answering_ids)
     state.pool.on_rewound(now=at.now)
     state.evaluator.drop()
@@ -66,7 +80,8 @@ def _on_gang_lost(state: RunState, event: events.GangLost, at: Moment) -> tuple[
     said = commands.Say("gang_lost", {"attempt": event.attempt, "why": event.reason}, True)
     cancelled = commands.CancelAllGroups(event.reason)
     begun_anew = state.follow(state.cycle.on_gang_lost(), at)
-    return (said, cancelled, *unrouted, *cancelled_batch, *begun_anew)
+    changed = plan_life.on_training_failed(state, event.reason, at)
+    return (said, cancelled, *unrouted, *cancelled_batch, *begun_anew, *changed)
 
 
 def _on_probe_judged(state: RunState, event: events.ProbeJudged) -> tuple[Command, ...]:

@@ -2,10 +2,12 @@
 
 from libra.ids import PolicyVersion
 from libra.pools.member import MemberState
+from libra.rollouts.group import CompleteGroup
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.cycle import Phase
 from libra_supervisor.loop.moment import Moment
+from libra_supervisor.loop.plan_life import follow_change
 from libra_supervisor.loop.run_state import RunState
 
 
@@ -19,6 +21,7 @@ def proceed(state: RunState, at: Moment) -> tuple[Command, ...]:
         *_take_batch(state, at),
         *_publish_when_nobody_serves(state, at),
         *_admit(state, at),
+        *follow_change(state, at),
     )
 
 
@@ -68,7 +71,7 @@ def _finish_evaluation(state: RunState, at: Moment) -> tuple[Command, ...]:
 
 
 def _take_batch(state: RunState, at: Moment) -> tuple[Command, ...]:
-    if state.cycle.phase is not Phase.COLLECTING:
+    if state.cycle.phase is not Phase.COLLECTING or state.cycle.is_hold_wanted:
         return ()
     trainer_version = PolicyVersion(state.cycle.step)
     groups = state.desk.take_batch(trainer_version)
@@ -76,7 +79,14 @@ def _take_batch(state: RunState, at: Moment) -> tuple[Command, ...]:
         if not state.desk.is_exhausted:
             return ()
         return state.follow(state.cycle.on_data_exhausted(now=at.now), at)
+    return train_on(state, groups, at)
+
+
+def train_on(state: RunState, groups: tuple[CompleteGroup, ...], at: Moment) -> tuple[Command, ...]:
+    """Send the next step's batch to the ranks."""
+    trainer_version = PolicyVersion(state.cycle.step)
     step = state.cycle.step + 1
+    state.collection.end()
     state.book.on_batch_taken(step, groups, trainer_version, at)
     return (
         commands.SendBatch(state.attempt, step, groups),

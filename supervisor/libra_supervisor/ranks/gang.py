@@ -123,6 +123,12 @@ class Gang:
         """Start another attempt on purpose; costs nothing of the budget."""
         self._supervision.restart()
 
+    def reshape(self, site: GangSite, hindrance: Hindrance | None) -> None:
+        """Start another attempt on purpose, in the place and layout that `site` says."""
+        self._site = site
+        self._hooks.settle(site, hindrance)
+        self._supervision.restart()
+
     def status(self) -> ChildStatus:
         return self._supervision.status()
 
@@ -209,6 +215,10 @@ class _GangHooks(ChildHooks):
         self._oom_kills_before = 0
         self._hangs = False
         self.roster = self._new_roster(0)
+
+    def settle(self, site: GangSite, hindrance: Hindrance | None) -> None:
+        """The next attempt starts there."""
+        self._site, self._hindrance = site, hindrance
 
     async def welcome(self, hello: Hello, link: RankLink) -> None:
         await self.roster.welcome(hello, link)

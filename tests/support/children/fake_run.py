@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+import wanted_plans
 from libra_supervisor.app import builder, engine
 from libra_supervisor.cli import main
 
@@ -32,6 +33,7 @@ def stall(_signum, _frame):
 
 
 signal.signal(signal.SIGUSR2, stall)
+wanted_plans.listen()
 engine.server_spec = fake_server_spec
 builder.GangSite = partial(
     builder.GangSite,
