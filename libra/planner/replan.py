@@ -5,7 +5,7 @@ Replanner holds what was observed. `question` is a frozen copy of all that a dec
 go on. Nothing is changed here; who acts on a Switch tells how it went.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import TypeAlias
 
@@ -23,6 +23,7 @@ from libra.planner.replan_rule import Worth, model_error, worth
 from libra.planner.replan_triggers import Triggers
 
 _KINDS: tuple[SwitchKind, ...] = ("rollout", "to_training", "to_rollout", "reshape")
+_LEFT_OUT_SHOWN = 2
 _MOST_DOUBLINGS = 4
 """Of the cooldown, by failures in a row."""
 
@@ -48,6 +49,11 @@ class Switch(msgspec.Struct, frozen=True, kw_only=True):
 Verdict: TypeAlias = Keep | Switch
 
 
+def _everything(_plan: Plan) -> str:
+    """Any plan can be gone over to."""
+    return ""
+
+
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """All that a decision depends on."""
 
@@ -61,6 +67,12 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """Whose lengths are the demand; empty for the configured prior."""
 
     times: StepTimes | None
+    refused: frozenset[SwitchKind]
+    """Kinds that were refused, and are left out."""
+
+    why_not: Callable[[Plan], str]
+    """What keeps the run from going over to a plan; empty when nothing does."""
+
     cost_of: dict[SwitchKind, SwitchCost]
     horizon_steps: float
     cooldown_left_s: float
@@ -79,8 +91,11 @@ class Replanner:
         self.book = book
         """Set it to what has been learned since."""
 
+        self.num_gpus = num_gpus
+        """Set it when slots are lost."""
+
         self._config = config
-        self._bounds = bounds_of(config, num_gpus=num_gpus)
+        self._refused: frozenset[SwitchKind] = frozenset()
         self._is_online = planner.runtime_online_replanning
         self._cooldown_s = planner.runtime_replan_cooldown_s
         self._payback_steps = planner.runtime_payback_steps
@@ -103,6 +118,8 @@ class Replanner:
         """Take in a step that ended."""
         is_disturbed = self._account is not None
         changed = self._window.add(seen, is_timed=not is_disturbed)
+        if changed:
+            self._refused = frozenset()
         self._triggers.on_step(seen, changed=changed)
         if self._account is not None:
             self._account.on_step(seen.step_s)
@@ -119,15 +136,24 @@ class Replanner:
             expected_s=switch.numbers["candidate_step_s"],
         )
 
-    def on_switched(self, stalled_s: float, now: float, *, ok: bool) -> None:
-        """The change begun last has ended; `stalled_s` the trainer stood still for it."""
+    def on_switched(
+        self, stalled_s: float, now: float, *, ok: bool, is_refused: bool = False
+    ) -> None:
+        """The change begun last has ended; `stalled_s` the trainer stood still for it.
+
+        A kind that was refused is left out until the load or the plan is another one.
+        """
         if self._account is None:
             raise InvariantError("a change of the plan ended that was not begun")
         self._account.on_ended(stalled_s, ok=ok)
         self._num_failures = 0 if ok else self._num_failures + 1
         doublings = max(0, min(self._num_failures - 1, _MOST_DOUBLINGS))
         self._cooling_until = now + self._cooldown_s * 2**doublings
+        if is_refused:
+            self._refused |= {self._account.kind}
+            self._account = None
         if ok:
+            self._refused = frozenset()
             self._window.forget_times()
 
     def due(self, now: float) -> bool:
@@ -143,14 +169,25 @@ class Replanner:
         return answer(self.question(plan, now, steps_left, is_asked=is_asked))
 
     def question(
-        self, plan: Plan, now: float, steps_left: float, *, is_asked: bool = False
+        self,
+        plan: Plan,
+        now: float,
+        steps_left: float,
+        *,
+        is_asked: bool = False,
+        why_not: Callable[[Plan], str] = _everything,
     ) -> Question:
-        """What a decision about `plan` depends on now; the reasons so far are taken."""
+        """What a decision about `plan` depends on now; the reasons so far are taken.
+
+        `why_not` says what keeps the run from going over to another plan; empty when nothing does.
+        """
         triggers = self._triggers.take()
         return Question(
             config=self._config,
             plan=plan,
-            bounds=self._bounds,
+            bounds=bounds_of(self._config, num_gpus=self.num_gpus),
+            refused=self._refused,
+            why_not=why_not,
             book=self.book,
             steps=self._window.steps if self._is_online else (),
             times=self._window.times() if self._is_online else None,
@@ -168,8 +205,15 @@ def answer(question: Question) -> Verdict:
     if why_not or question.book is None:
         return Keep(reason=_said(question, why_not), numbers=numbers)
     demand = _demand(question)
-    search = CandidateSearch(question.config, question.plan, demand, question.book, question.bounds)
-    found = list(search.candidates())
+    search = CandidateSearch(
+        question.config,
+        question.plan,
+        demand,
+        question.book,
+        question.bounds,
+        why_not=question.why_not,
+    )
+    found = [it for it in search.candidates() if it.kind not in question.refused]
     if not question.plan.instances:
         return _to_serve(question, found, demand=demand, numbers=numbers)
     expected_s = search.step_s_in_force()
@@ -188,7 +232,8 @@ def answer(question: Question) -> Verdict:
         )
         for candidate in found
     ]
-    return _choice(question, options, demand=demand, numbers=numbers)
+    notes = [demand.source, *(f"not possible: {why}" for why in search.left_out[:_LEFT_OUT_SHOWN])]
+    return _choice(question, options, notes=notes, numbers=numbers)
 
 
 class _Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,10 +245,12 @@ class _Option(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _choice(
-    question: Question, options: Sequence[_Option], *, demand: Demand, numbers: dict[str, float]
+    question: Question, options: Sequence[_Option], *, notes: list[str], numbers: dict[str, float]
 ) -> Verdict:
     """The option that earns most, if that is enough; training changes perhaps only in words."""
-    notes, recorded = [demand.source], None
+    recorded = None
+    if question.refused:
+        notes.append(f"left out since they were refused: {', '.join(sorted(question.refused))}")
     if question.bounds.training == "recorded":
         recorded = _worthiest(o for o in options if o.candidate.kind != "rollout")
         options = [o for o in options if o.candidate.kind == "rollout"]

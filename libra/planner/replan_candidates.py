@@ -5,7 +5,7 @@ with `libra.planner.search.plan` for a core of another layout. Where a change is
 plans are not looked at.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -76,9 +76,23 @@ class CandidateSearch:
     """One look at all plans; `config` describes hardware and model."""
 
     def __init__(
-        self, config: RunConfig, plan: Plan, demand: Demand, book: Calibration, bounds: Bounds
+        self,
+        config: RunConfig,
+        plan: Plan,
+        demand: Demand,
+        book: Calibration,
+        bounds: Bounds,
+        *,
+        why_not: Callable[[Plan], str],
     ) -> None:
-        """Raises ConfigError when hardware or model are not described."""
+        """`why_not` says what keeps the run from going over to a plan; empty when nothing does.
+
+        Raises ConfigError when hardware or model are not described.
+        """
+        self.left_out: list[str] = []
+        """What `why_not` said, each only once."""
+
+        self._why_not = why_not
         self._config, self._plan, self._demand, self._book = config, plan, demand, book
         self._bounds = bounds
         self._models: CostModels = cost_models(config, book)
@@ -132,47 +146,57 @@ class CandidateSearch:
 
     def _beside(self, num_replicas: int) -> Candidate | None:
         """The best instances beside the core and so many replicas; None without another plan."""
-        num_gpus = (
-            self._bounds.room.num_gpus - self._core.num_gpus - num_replicas * self._replica_gpus
-        )
+        return self._on(self._plan, self._core, num_replicas, self._kind(num_replicas))
+
+    def _on(
+        self, base: Plan, core: TrainLayout, num_replicas: int, kind: SwitchKind
+    ) -> Candidate | None:
+        """The best instances beside the core of `base` and so many replicas of it."""
+        num_gpus = self._bounds.room.num_gpus - core.num_gpus - num_replicas * replica_gpus(core)
         fewest = self._bounds.fewest_rollout_gpus(num_replicas=num_replicas)
         if num_gpus < fewest:
             return None
-        train = with_replicas(self._core, num_replicas, self._replica_gpus)
+
+        def seat(tps: Sequence[int]) -> Plan | None:
+            plan = seated(
+                base,
+                tps,
+                num_replicas=num_replicas,
+                replica_gpus=replica_gpus(core),
+                room=self._bounds.room,
+            )
+            return plan if plan is not None and self._is_possible(plan) else None
+
+        train = with_replicas(core, num_replicas, replica_gpus(core))
         train_s = self._models.train.cost(train, train_work(self._config, self._demand)).total_s
         try:
             layout, pace = self._rollout.best(
-                num_gpus,
-                train_s,
-                has_room=lambda tps: self._seated(tps, num_replicas) is not None,
+                num_gpus, train_s, has_room=lambda tps: seat(tps) is not None
             )
         except InfeasiblePlanError:
             return None
-        if sum(layout.tp_degrees) < fewest:
-            return None
-        plan = self._seated(layout.tp_degrees, num_replicas)
-        if plan is None or _is_same(plan, self._plan):
+        plan = seat(layout.tp_degrees)
+        if plan is None or plan.num_rollout_gpus < fewest or _is_same(plan, self._plan):
             return None
         return Candidate(
-            kind=self._kind(num_replicas),
+            kind=kind,
             plan=plan,
             step_s=step_seconds(self._rollout.train_pace(layout, train_s), pace),
         )
+
+    def _is_possible(self, plan: Plan) -> bool:
+        if _is_same(plan, self._plan):
+            return True
+        why = self._why_not(plan)
+        if why and why not in self.left_out:
+            self.left_out.append(why)
+        return not why
 
     def _kind(self, num_replicas: int) -> SwitchKind:
         present = len(self._plan.hybrids)
         if num_replicas == present:
             return "rollout"
         return "to_training" if num_replicas > present else "to_rollout"
-
-    def _seated(self, tps: Sequence[int], num_replicas: int) -> Plan | None:
-        return seated(
-            self._plan,
-            tps,
-            num_replicas=num_replicas,
-            replica_gpus=self._replica_gpus,
-            room=self._bounds.room,
-        )
 
     def _reshaped(self) -> Iterator[Candidate]:
         """The planner's choice for the whole budget, when that is another core."""
@@ -188,9 +212,12 @@ class CandidateSearch:
             report = searched(budget, demand=self._demand, calibration=self._book)
         except InfeasiblePlanError:
             return
-        estimate = report.choice.estimate
-        if estimate is not None and report.choice.train != self._core:
-            yield Candidate(kind="reshape", plan=report.plan, step_s=estimate.step_s)
+        if report.choice.train == self._core:
+            return
+        base = replace(self._plan, train=report.plan.train, hybrids=())
+        found = self._on(base, report.choice.train, 0, "reshape")
+        if found is not None:
+            yield found
 
 
 def replica_gpus(core: TrainLayout) -> int:
@@ -204,6 +231,8 @@ def with_replicas(core: TrainLayout, num_replicas: int, gpus: int) -> TrainLayou
 
 
 def _is_same(one: Plan, other: Plan) -> bool:
-    """Whether the same instances serve and the same replicas train."""
+    """Whether the same core and replicas train and the same instances serve."""
+    if one.train.layout != other.train.layout:
+        return False
     degrees = [sorted(i.tp for i in plan.instances) for plan in (one, other)]
     return degrees[0] == degrees[1] and len(one.hybrids) == len(other.hybrids)

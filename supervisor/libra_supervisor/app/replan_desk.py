@@ -7,7 +7,7 @@ line in reconfigurations.jsonl before anything follows from it.
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from math import inf
-from typing import Never, Protocol
+from typing import Never
 
 import anyio
 import anyio.to_thread
@@ -16,14 +16,17 @@ import msgspec
 from libra import clock
 from libra.config.run import RunConfig
 from libra.planner.calibration import Calibration
+from libra.planner.matching import next_number_after
 from libra.planner.plan import Plan, plan_in_words
 from libra.planner.replan import Keep, Question, Replanner, Switch, Verdict, answer
 from libra.planner.replan_observed import StepObserved
+from libra.pools.change_policy import Refusal, judged, matched_by
 from libra.scheduling.explanation import InstanceView
 from libra.tracing.log import get_log
 from libra.wire.api import VerbReply
 from libra_supervisor.events import Event, ReconfigurationEnded, ReconfigurationWanted
 from libra_supervisor.loop.commands import Command, WriteStep
+from libra_supervisor.loop.control import Control
 from libra_supervisor.records.reconfiguration import DecisionRecord, Line
 
 _log = get_log()
@@ -31,22 +34,10 @@ _log = get_log()
 NOT_ENABLED = "runtime_dynamic_reconfiguration_enabled is false: the plan stays as it is"
 
 
-class PlanInForce(Protocol):
-    """What the loop knows of the plan."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def is_busy(self) -> bool:
-        """A change is under way."""
-        ...
-
-
 class DeskPorts(msgspec.Struct, frozen=True, kw_only=True):
     """What the desk reads and whom it tells."""
 
-    plans: PlanInForce
+    control: Control
     book: Callable[[], Calibration | None]
     """The model's correction as it is now."""
 
@@ -85,6 +76,7 @@ class ReplanDesk:
         """`config` is the run's. Ids of decisions go on from `last_decision_id`."""
         self.outcomes = Outcomes()
         self._config, self._replanner, self._ports = config, replanner, ports
+        self._num_gpus = replanner.num_gpus
         self._last_id = last_decision_id
         self._started_at = started_at
         self._step = 0
@@ -125,8 +117,12 @@ class ReplanDesk:
         self.outcomes.last_ended = event
         if event.decision_id == self._pending_id:
             self._pending_id = None
-            is_done = event.outcome == "done"
-            self._replanner.on_switched(event.stalled_s, clock.now(), ok=is_done)
+            self._replanner.on_switched(
+                event.stalled_s,
+                clock.now(),
+                ok=event.outcome == "done",
+                is_refused=event.outcome == "refused",
+            )
 
     async def ask(self, *, is_dry_run: bool) -> VerbReply:
         """An operator's look, now; unless it is a dry run, what it finds worth it is done."""
@@ -144,7 +140,7 @@ class ReplanDesk:
 
     @property
     def _is_busy(self) -> bool:
-        return self._pending_id is not None or self._ports.plans.is_busy
+        return self._pending_id is not None or self._ports.control.plans.is_busy
 
     def _may_look(self) -> bool:
         planner = self._config.global_resource_planner
@@ -153,11 +149,16 @@ class ReplanDesk:
 
     async def _look(self, *, is_asked: bool, is_dry_run: bool) -> tuple[DecisionRecord, Verdict]:
         async with self._is_looking:
-            plan = self._ports.plans.plan
+            plans = self._ports.control.plans
             if self._config.global_resource_planner.runtime_online_replanning:
                 self._replanner.book = self._ports.book()
+            self._replanner.num_gpus = self._num_gpus - len(plans.lost)
             question = self._replanner.question(
-                plan, clock.now(), self._steps_left(), is_asked=is_asked
+                plans.plan,
+                clock.now(),
+                self._steps_left(),
+                is_asked=is_asked,
+                why_not=self._why_not(),
             )
             verdict = await anyio.to_thread.run_sync(answer, question)
             # The run went on meanwhile, and somebody else may have begun a change.
@@ -172,6 +173,24 @@ class ReplanDesk:
                     ReconfigurationWanted(record.decision_id, verdict.plan, verdict.reason)
                 )
         return record, verdict
+
+    def _why_not(self) -> Callable[[Plan], str]:
+        """What the changing part would say of a plan, from where the run stands now."""
+        plans, pool = self._ports.control.plans, self._ports.control.pool
+        plan, ground = plans.plan, plans.ground(pool, plans.plan.instances)
+        # What is only written down has to be possible all the same.
+        policy = msgspec.structs.replace(plans.policy, is_plan_only=False)
+
+        def why_not(wanted: Plan) -> str:
+            if not policy.is_enabled:
+                return ""
+            if why := plans.why_not(wanted):
+                return why
+            found = matched_by(policy, plan, wanted, next_number=next_number_after(plan))
+            judgement = judged(policy, ground, plan, found)
+            return judgement.reason if isinstance(judgement, Refusal) else ""
+
+        return why_not
 
     def _record(self, question: Question, verdict: Verdict, *, is_dry_run: bool) -> DecisionRecord:
         self._last_id += 1

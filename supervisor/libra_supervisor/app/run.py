@@ -345,11 +345,13 @@ class Run:
 
     def _replan_desk(self, forecaster: Forecaster) -> ReplanDesk:
         launch = self._launch
+        # What plans are made for; other devices of the machine are spare.
+        num_gpus = launch.given.training.train_gpus + launch.given.rollout.rollout_gpus
         return ReplanDesk(
             launch.given,
-            Replanner(launch.given, num_gpus=len(launch.devices), book=launch.book),
+            Replanner(launch.given, num_gpus=num_gpus, book=launch.book),
             DeskPorts(
-                plans=self._control.plans,
+                control=self._control,
                 book=lambda: forecaster.book,
                 instances=lambda: self._scheduler.instances(clock.now()),
                 write=RecordsWriter(launch.directory).write_reconfiguration,
