@@ -206,6 +206,17 @@ def test_a_replica_that_never_joins_is_given_up_in_time_and_rollout_gets_its_dev
     assert world.replicas.members == set()
 
 
+def test_instances_that_are_loading_weights_count_as_serving_and_leave_in_waves():
+    world, rng = elastic(runtime_rollout_reconfigure_strategy="restart_all"), Random(5)
+    until(world, rng, a_step_is_trained)
+    until(world, rng, lambda w: {m.state.value for m in w.control.pool.members} == {"reloading"})
+    want(world, plan([2], [0, 1]))
+    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    [record] = records(world)
+    assert record.outcome == "done"
+    assert record.transitions[:2] == ("drain vllm-0", "stop vllm-0")
+
+
 def test_only_one_change_at_a_time_and_none_before_a_version_is_served():
     world, rng = elastic(), Random(7)
     want(world, plan([2], [0, 1, 3]), 1)
