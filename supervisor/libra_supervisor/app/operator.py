@@ -9,13 +9,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from libra import clock
 from libra.ids import InstanceId, PolicyVersion, PromptId, RequestId, RunId
+from libra.planner.plan import plan_in_words
 from libra.pools.member import MemberState
 from libra.pools.transition import in_words
 from libra.scheduling.explanation import InstanceView
+from libra.scheduling.load import EngineLoad
 from libra.scheduling.request import RouteRequest
 from libra.scheduling.scheduler import Scheduler
-from libra.wire.api import ChildStatus, StatusSnapshot, Verb, VerbReply, VerbRequest
-from libra_supervisor.app.launch import plan_in_words
+from libra.wire.api import ChildStatus, EngineStatus, StatusSnapshot, Verb, VerbReply, VerbRequest
+from libra_supervisor.app.replan_desk import ReplanDesk
 from libra_supervisor.app.routing import OWN_CATEGORY
 from libra_supervisor.display.progress import Progress, eta_s
 from libra_supervisor.events import (
@@ -44,6 +46,13 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """False: they are somebody else's, and never started or ended."""
 
 
+class ChildStatuses(msgspec.Struct, frozen=True, kw_only=True):
+    """What supervision says about processes."""
+
+    engine: Callable[[InstanceId], ProcessStatus]
+    trainer: Callable[[], ProcessStatus]
+
+
 class Operator:
     """Answers from the loop's state; changes it only by posting events."""
 
@@ -53,16 +62,16 @@ class Operator:
         *,
         control: Control,
         inbox: Inbox[Event],
-        engine_status: Callable[[InstanceId], ProcessStatus],
-        trainer_status: Callable[[], ProcessStatus],
+        children: ChildStatuses,
         scheduler: Scheduler,
+        replans: ReplanDesk,
     ) -> None:
+        self._replans = replans
         self._facts = facts
         self._control = control
         self._inbox = inbox
         self.registry = CollectorRegistry()
-        self._engine_status = engine_status
-        self._trainer_status = trainer_status
+        self._children = children
         self._scheduler = scheduler
 
     # libra_supervisor.api.control.ControlPort
@@ -90,6 +99,7 @@ class Operator:
             uptime_s=progress.elapsed_s,
             eta_s=progress.eta_s,
             plan=plan_in_words(self._control.plans.plan),
+            last_decision=self._replans.last_in_words,
             children=(self._trainer(), *self._engines()),
             oldest_wait=self._oldest_wait(),
         )
@@ -106,7 +116,7 @@ class Operator:
             case "explain":
                 return self._explain(request)
             case "replan":
-                return VerbReply(ok=False, message=f"{verb} is not available yet")
+                return await self._replans.ask(is_dry_run=request.dry_run)
 
     async def _reload(self) -> VerbReply:
         control = self._control
@@ -192,7 +202,7 @@ class Operator:
 
     def _engine(self, instance_id: InstanceId, view: InstanceView | None) -> ChildStatus:
         """`view`: as routing sees it; None before it has answered."""
-        member, process = self._control.pool[instance_id], self._engine_status(instance_id)
+        member, process = self._control.pool[instance_id], self._children.engine(instance_id)
         is_waiting = process.state is ProcessState.WAITING
         return ChildStatus(
             child=instance_id,
@@ -207,10 +217,11 @@ class Operator:
             kv_use_fraction=None if view is None else view.kv_use_fraction,
             signals_age_s=None if view is None else view.snapshot_age_s,
             last_error=_said_of(process) or member.last_error or process.last_error,
+            engines=() if view is None else tuple(map(_status_of, view.engines)),
         )
 
     def _trainer(self) -> ChildStatus:
-        process = self._trainer_status()
+        process = self._children.trainer()
         return ChildStatus(
             child="trainer",
             role="trainer",
@@ -232,6 +243,19 @@ class Operator:
             return ""
         group_id, since = oldest
         return f"group {group_id} has been silent for {clock.now() - since:.0f} s"
+
+
+def _status_of(engine: EngineLoad) -> EngineStatus:
+    return EngineStatus(
+        engine=engine.engine,
+        num_running=_whole(engine.num_running),
+        num_queued=_whole(engine.num_waiting),
+        kv_use_fraction=engine.kv_use_fraction,
+    )
+
+
+def _whole(count: float | None) -> int | None:
+    return None if count is None else int(count)
 
 
 def _said_of(process: ProcessStatus) -> str:

@@ -1,5 +1,6 @@
 """`libra-supervisor run`, `fork` and `eval`: one run in this process."""
 
+import gc
 import shutil
 import sys
 from argparse import Namespace
@@ -11,6 +12,7 @@ import msgspec
 
 from libra.config.load import current_environ, load_config
 from libra.errors import ConfigError, LibraError
+from libra.planner.plan import plan_in_words
 from libra.storage.checkpoints import read_checkpoint_manifest
 from libra.tracing.log import set_up_logging
 from libra_supervisor.app.forking import plant_checkpoint
@@ -18,7 +20,6 @@ from libra_supervisor.app.launch import (
     Launch,
     RunRequest,
     choose_directory,
-    plan_in_words,
     prepare,
 )
 from libra_supervisor.app.prompts import Prompts, open_prompts
@@ -109,6 +110,9 @@ def _run(options: Namespace, *, begin: Callable[[Launch, Prompts], None]) -> int
                 prompts = open_prompts(launch.config)
             begin(launch, prompts)
             sys.stderr.write(f"run directory {directory.root}\n")
+            # What start-up made lives to the end: a full collection need not stop the loop for it.
+            gc.collect()
+            gc.freeze()
             outcome = anyio.run(
                 run_to_end, launch, prompts, display, backend_options={"use_uvloop": True}
             )

@@ -10,7 +10,7 @@ from libra.errors import InvariantError
 from libra.ids import NodeRank, ReplicaId
 from libra.planner.applied import planned_config
 from libra.planner.matching import next_number_after
-from libra.planner.plan import HybridPlacement, InstancePlacement, Plan
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, with_hybrids_in_core
 from libra.pools.change_policy import Policy, matched_by
 from libra.pools.ground import Ground, Server, Slot, Stage, plan_on
 from libra.pools.member import MemberState
@@ -90,6 +90,11 @@ class PlanDesk:
             old=self.plan,
             wanted=plan,
         )
+
+    def as_carried_out(self, wanted: Plan) -> Plan:
+        """`wanted`, its replicas in the core where they have no lanes of their own."""
+        has_lanes = self._config.global_resource_planner.decouple_communication_domains
+        return wanted if has_lanes or not wanted.hybrids else with_hybrids_in_core(wanted)
 
     def match(self, wanted: Plan) -> Plan:
         """`wanted` in terms of the plan in force; its new ids are used up."""

@@ -125,9 +125,10 @@ def _on_wanted(
     state: RunState, event: events.ReconfigurationWanted, at: Moment
 ) -> tuple[Command, ...]:
     plans = state.plans
-    if why := _why_not_now(state) or plans.why_not(event.plan):
+    plan = plans.as_carried_out(event.plan)
+    if why := _why_not_now(state) or plans.why_not(plan):
         return _refused(state, event, Refusal(why), at)
-    wanted = plans.match(event.plan)
+    wanted = plans.match(plan)
     if wanted == plans.plan:
         return _refused(state, event, Refusal("this plan is in force already"), at)
     members = tuple(Hybrid(it, is_member=True) for it in plans.plan.hybrids)

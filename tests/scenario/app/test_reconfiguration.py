@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from fake_runs import read_lines
-from libra.ids import InstanceId, SlotId
-from libra.planner.plan import InstancePlacement, Plan
+from libra.ids import InstanceId, ReplicaId, SlotId
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan
 from wanted_plans import changes_in, plan_in, want
 
 pytestmark = pytest.mark.timeout(180)
@@ -206,3 +206,27 @@ def test_a_server_that_does_not_come_up_is_given_up_in_time_and_the_plan_before_
     want(run.run_dir, with_instances(plan, 0, 1), decision_id=3)
     again = ended(run, 3)
     assert (again.outcome, again.started) == ("done", ("vllm-3",))
+
+
+def test_without_lanes_of_their_own_replicas_are_ranks_of_a_gang_that_starts_anew(fake_run):
+    run = fake_run(
+        train_gpus=1,
+        global_resource_planner={**ELASTIC, "decouple_communication_domains": False},
+    )
+    run.start()
+    run.until_step(2)
+    plan = plan_in(run.run_dir)
+    replica = HybridPlacement(replica_id=ReplicaId("any"), slots=(SlotId(1),))
+    lent = msgspec.structs.replace(with_instances(plan, 0), hybrids=(replica,))
+    want(run.run_dir, lent, decision_id=1)
+    there = ended(run, 1)
+    assert there.outcome == "done", there
+    assert "reshape" in there.phases
+    found = plan_in(run.run_dir)
+    assert (found.train.dp, found.train.slots, found.hybrids) == (2, (2, 1), ())
+    run.until_step(max(run.steps()) + 2)
+    want(run.run_dir, plan, decision_id=2)
+    assert ended(run, 2).outcome == "done"
+    assert plan_in(run.run_dir).train == plan.train
+    run.until_step(max(run.steps()) + 1)
+    assert in_order(run.steps())

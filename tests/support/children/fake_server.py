@@ -6,7 +6,8 @@ It says a line every tenth of a second, so that a log that goes on can be told f
 FAKE_SERVER is JSON: {"start_s": S} is how long the first process of the instance takes to answer,
 {"slow": {INSTANCE: S}} the same for one of them,
 {"ignores_sigterm": true} makes it deaf, with {"hides": true} it has a
-descendant in a session of its own, as an engine behind an API server.
+descendant in a session of its own, as an engine behind an API server. {"second_waits": N} gives it
+a second engine in which N requests wait.
 """
 
 import json
@@ -51,6 +52,7 @@ async def main():
     server.incarnation = os.environ[INCARNATION_VARIABLE]
     server.port = int(port)
     server.token_delay_s = 0.002
+    server.second_engine_waits = switches.get("second_waits")
     if switches.get("hides"):
         subprocess.Popen(["sleep", "3600"], start_new_session=True)
     if served:
