@@ -179,6 +179,7 @@ def replanned(launch: Launch, switch: SwitchPlan) -> Launch:
         report=switch.report,
         book=switch.calibration,
         excluded=switch.excluded,
+        memory=None,  # of a plan that did not fit
     )
     changed = _on_devices(changed, held=NOTHING)
     write_plan(changed)
