@@ -380,3 +380,25 @@ def test_too_little_left_of_a_change_is_not_started_with_but_the_plan_before():
     assert memory.to_start_with(min_rollout_gpus=1) == small
     assert memory.to_start_with(min_rollout_gpus=2) == whole
     assert memory.in_force == whole
+
+
+def test_a_process_that_does_not_end_keeps_its_slot_for_ever():
+    world, rng = elastic(), Random(11)
+    until(world, rng, a_step_is_trained)
+    want(world, plan([2], [0]))
+    clean = events.InstanceRetired(IDS[1], is_clean=True)
+    until(world, rng, lambda w: clean in w.pending)
+    world.pending.remove(clean)
+    world.post(events.InstanceRetired(IDS[1], is_clean=False))
+    [record] = records(world)
+    # It was to go, and is gone from the plan; going back would need its slot.
+    assert (record.outcome, record.reason) == (
+        "failed",
+        "vllm-1 cannot be ended",
+    )
+    assert [it.instance_id for it in record.plan.instances] == ["vllm-0"]
+    assert world.kept_plans[-1].memory.lost_slots == (1,)
+    want(world, plan([2], [0, 1]), 2)
+    assert records(world)[1].reason == "slot 1 is held by a process that does not end"
+    world.run(rng)
+    assert world.ended.exit_code == 0
