@@ -6,6 +6,7 @@ import pytest
 
 from hybrid_world import HybridWorld
 from libra.pools.hybrid import HybridState
+from libra_supervisor import events
 
 
 def run_on(world, rng, condition, *, most=4000):
@@ -97,6 +98,17 @@ def test_a_lost_core_takes_its_replicas_with_it_and_new_ones_join_the_next():
     other = world.attach()
     run_on(world, rng, lambda: any(other in it for it in world.members_of.values()))
     assert world.lanes_attempt == world.attempt == 2
+
+
+def test_no_snapshot_is_asked_for_before_the_core_is_where_the_run_goes_on():
+    world, rng = booted(), Random(5)
+    name = world.attach()
+    for kind in (events.ReplicaReady, events.GangReady):
+        (event,) = [it for it in world.pending if isinstance(it, kind)]
+        world.pending.remove(event)
+        world.post(event)
+        assert not world.writing
+    run_on(world, rng, lambda: any(name in it for it in world.members_of.values()))
 
 
 def test_a_replica_of_another_size_is_a_bug():
