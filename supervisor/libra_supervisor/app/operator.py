@@ -1,14 +1,14 @@
 """The control API's view of the run: `ControlPort` over the control state and the children."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
 from libra import clock
-from libra.ids import InstanceId, PolicyVersion, PromptId, RequestId, RunId
+from libra.ids import InstanceId, PolicyVersion, PromptId, ReplicaId, RequestId, RunId
 from libra.pools.member import MemberState
 from libra.scheduling.explanation import InstanceView
 from libra.scheduling.load import EngineLoad
@@ -47,7 +47,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 class Operator:
     """Answers from the loop's state; changes it only by posting events."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that it answers from
         self,
         facts: Facts,
         *,
@@ -55,6 +55,7 @@ class Operator:
         inbox: Inbox[Event],
         engine_status: Callable[[InstanceId], ProcessStatus],
         trainer_status: Callable[[], ProcessStatus],
+        replica_statuses: Callable[[], Mapping[ReplicaId, ProcessStatus]],
         scheduler: Scheduler,
     ) -> None:
         self._facts = facts
@@ -63,6 +64,7 @@ class Operator:
         self.registry = CollectorRegistry()
         self._engine_status = engine_status
         self._trainer_status = trainer_status
+        self._replica_statuses = replica_statuses
         self._scheduler = scheduler
 
     # libra_supervisor.api.control.ControlPort
@@ -90,7 +92,7 @@ class Operator:
             uptime_s=progress.elapsed_s,
             eta_s=progress.eta_s,
             plan=plan_in_words(self._control.plans.plan),
-            children=(self._trainer(), *self._engines()),
+            children=(self._trainer(), *self._replicas(), *self._engines()),
             oldest_wait=self._oldest_wait(),
         )
 
@@ -226,6 +228,28 @@ class Operator:
             signals_age_s=None,
             last_error=_said_of(process) or process.last_error,
         )
+
+    def _replicas(self) -> Iterator[ChildStatus]:
+        """Hybrid replicas that have processes, by what they are to the core."""
+        hybrids = self._control.hybrids
+        for replica_id, process in self._replica_statuses().items():
+            if hybrids is None:
+                return
+            hybrid = hybrids.pool[replica_id]
+            yield ChildStatus(
+                child=replica_id,
+                role="trainer",
+                state=hybrid.state.value,
+                since_s=clock.now() - process.since,
+                pid=process.pid,
+                num_restarts=0,
+                policy_version=PolicyVersion(hybrid.taken) if hybrid.taken >= 0 else None,
+                num_in_flight=0,
+                num_queued=None,
+                kv_use_fraction=None,
+                signals_age_s=None,
+                last_error=_said_of(process) or hybrid.reason or process.last_error,
+            )
 
     def _oldest_wait(self) -> str:
         oldest = self._control.desk.oldest_wait()

@@ -188,7 +188,7 @@ class Run:
         adopt = await self._take_over(fleet, logs, kernel)
         forecaster = builder.forecaster()
         self._probe_judge = ProbeJudge(self._launch, learn=forecaster.learn)
-        operator = self._operator(fleet, gang, forecaster)
+        operator = self._operator(children, forecaster)
         notifier = Notifier.from_environment(self._launch.environ)
         try:
             async with (
@@ -353,7 +353,7 @@ class Run:
         directory = self._launch.directory.weights_of(version)
         return directory if directory.exists() else None
 
-    def _operator(self, fleet: Fleet, gang: Gang, forecaster: Forecaster) -> Operator:
+    def _operator(self, children: Children, forecaster: Forecaster) -> Operator:
         operator = Operator(
             Facts(
                 run_id=self._run_id,
@@ -366,8 +366,9 @@ class Run:
             ),
             control=self._control,
             inbox=self.inbox,
-            engine_status=fleet.status_of,
-            trainer_status=gang.status,
+            engine_status=children.fleet.status_of,
+            trainer_status=children.gang.status,
+            replica_statuses=children.replicas.statuses,
             scheduler=self._scheduler,
         )
         operator.registry = registry_of(
