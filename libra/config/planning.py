@@ -94,7 +94,28 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
     """Master switch for reconfiguration while the run goes on."""
 
     runtime_online_replanning: bool = False
-    """Use online metrics in planner decisions."""
+    """Use online metrics in planner decisions: lengths and step times of this run decide when the
+    plan is looked at, and what it is compared on. When false, only the verb `replan` looks at it,
+    for the configured prior and what the calibration held at the start."""
+
+    runtime_replan_interval_steps: PositiveCount = 10
+    """Training steps from one look at the plan to the next when nothing else asks for one."""
+
+    runtime_replan_cooldown_s: Seconds = 300.0
+    """Seconds after a change of the plan in which none is decided; longer after each further one in
+    a row that failed."""
+
+    runtime_replan_window_steps: PositiveCount = 16
+    """Training steps whose lengths and times the planner looks back on; fewer after a change of
+    what is observed."""
+
+    runtime_payback_steps: PositiveCount = 50
+    """Training steps within which a change of the plan must have earned what it costs; fewer when
+    the run ends before."""
+
+    runtime_switch_cost_prior_s: Seconds = 60.0
+    """Seconds of step time that a change of the plan is taken to cost until one of its kind has
+    been measured in this run; twice that for another layout of the training core."""
 
     runtime_manage_rollout_processes: bool = True
     """Let Libra start, stop and adopt rollout processes; false uses the servers in

@@ -21,6 +21,7 @@ class VerbRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """stop: do not finish the step that is being trained."""
 
     dry_run: bool = False
+    """replan: say what would be done, and do nothing."""
 
     prompt_id: str | None = None
     """explain: of the group or conversation that the request would belong to."""
@@ -39,7 +40,8 @@ class VerbReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ok: bool
     message: str
     details: dict[str, Any] | None = None
-    """explain: the decision with every instance's values, as `Explanation` of the scheduler."""
+    """explain: the decision with every instance's values, as `Explanation` of the scheduler.
+    replan: the line of reconfigurations.jsonl, and `plan_wanted`."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +97,9 @@ class StatusSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float
     eta_s: float | None
     plan: str
+    last_decision: str
+    """The newest look at the plan, as a sentence; empty before the first."""
+
     children: tuple[ChildStatus, ...]
     oldest_wait: str
     """The request that has waited longest, as a sentence; empty when none waits."""

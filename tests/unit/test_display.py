@@ -143,6 +143,7 @@ def test_status_lists_every_child_in_aligned_columns():
             uptime_s=62.0,
             eta_s=None,
             plan="train 2 GPUs",
+            last_decision="plan kept after step 3: 12 s are not enough",
             children=(
                 child("vllm-0", num_queued=12, kv_use_fraction=0.5, signals_age_s=3.0),
                 child("vllm-1", pid=None, last_error="killed by SIGKILL", engines=engines),
@@ -154,6 +155,7 @@ def test_status_lists_every_child_in_aligned_columns():
     lines = text.splitlines()
     assert lines[0] == "run r-1 (pid 4), up 1:02, ETA -"
     assert "group g has been silent for 3 s" in lines
+    assert "newest look at it: plan kept after step 3: 12 s are not enough" in lines
     header, first, second, *each, trainer = lines[-6:]
     assert header.index("pid") == first.index("41") == second.index("-", 8)
     assert second.endswith("killed by SIGKILL")

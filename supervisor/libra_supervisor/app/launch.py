@@ -208,20 +208,6 @@ def new_run_id(directory: RunDirectory, wanted: str = "") -> RunId:
     return RunId(wanted or f"{directory.root.name}-{secrets.token_hex(2)}")
 
 
-def plan_in_words(plan: Plan) -> str:
-    """`train 2 GPUs (TP 1, PP 1, CP 1, DP 2), rollout 2 GPUs (2 x TP 1)`."""
-    train = plan.train
-    by_tp: dict[int, int] = {}
-    for instance in plan.instances:
-        by_tp[instance.tp] = by_tp.get(instance.tp, 0) + 1
-    buckets = ", ".join(f"{count} x TP {tp}" for tp, count in sorted(by_tp.items()))
-    hybrids = f", hybrids {plan.num_hybrid_gpus} GPUs" if plan.hybrids else ""
-    return (
-        f"train {train.world_size} GPUs (TP {train.tp}, PP {train.pp}, CP {train.cp}, "
-        f"DP {train.dp}), rollout {plan.num_rollout_gpus} GPUs ({buckets}){hybrids}"
-    )
-
-
 def _newest_run(name: str) -> RunDirectory:
     """The newest run of that name that got as far as a checkpoint, else the newest of all."""
     stamped = re.compile(re.escape(name) + r"-\d{8}T\d{6}")

@@ -9,13 +9,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from libra import clock
 from libra.ids import InstanceId, PolicyVersion, PromptId, ReplicaId, RequestId, RunId
+from libra.planner.plan import plan_in_words
 from libra.pools.member import MemberState
+from libra.pools.transition import in_words
 from libra.scheduling.explanation import InstanceView
 from libra.scheduling.load import EngineLoad
 from libra.scheduling.request import RouteRequest
 from libra.scheduling.scheduler import Scheduler
 from libra.wire.api import ChildStatus, EngineStatus, StatusSnapshot, Verb, VerbReply, VerbRequest
-from libra_supervisor.app.launch import plan_in_words
+from libra_supervisor.app.replan_desk import ReplanDesk
 from libra_supervisor.app.routing import OWN_CATEGORY
 from libra_supervisor.display.progress import Progress, eta_s
 from libra_supervisor.events import (
@@ -44,27 +46,34 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """False: they are somebody else's, and never started or ended."""
 
 
+class ChildStatuses(msgspec.Struct, frozen=True, kw_only=True):
+    """What supervision says about processes."""
+
+    engine: Callable[[InstanceId], ProcessStatus]
+    trainer: Callable[[], ProcessStatus]
+    replicas: Callable[[], Mapping[ReplicaId, ProcessStatus]]
+    """Of the hybrid replicas that have processes."""
+
+
 class Operator:
     """Answers from the loop's state; changes it only by posting events."""
 
-    def __init__(  # noqa: PLR0913 - all that it answers from
+    def __init__(
         self,
         facts: Facts,
         *,
         control: Control,
         inbox: Inbox[Event],
-        engine_status: Callable[[InstanceId], ProcessStatus],
-        trainer_status: Callable[[], ProcessStatus],
-        replica_statuses: Callable[[], Mapping[ReplicaId, ProcessStatus]],
+        children: ChildStatuses,
         scheduler: Scheduler,
+        replans: ReplanDesk,
     ) -> None:
+        self._replans = replans
         self._facts = facts
         self._control = control
         self._inbox = inbox
         self.registry = CollectorRegistry()
-        self._engine_status = engine_status
-        self._trainer_status = trainer_status
-        self._replica_statuses = replica_statuses
+        self._children = children
         self._scheduler = scheduler
 
     # libra_supervisor.api.control.ControlPort
@@ -92,6 +101,7 @@ class Operator:
             uptime_s=progress.elapsed_s,
             eta_s=progress.eta_s,
             plan=plan_in_words(self._control.plans.plan),
+            last_decision=self._replans.last_in_words,
             children=(self._trainer(), *self._replicas(), *self._engines()),
             oldest_wait=self._oldest_wait(),
         )
@@ -108,7 +118,7 @@ class Operator:
             case "explain":
                 return self._explain(request)
             case "replan":
-                return VerbReply(ok=False, message=f"{verb} is not available yet")
+                return await self._replans.ask(is_dry_run=request.dry_run)
 
     async def _reload(self) -> VerbReply:
         control = self._control
@@ -194,7 +204,7 @@ class Operator:
 
     def _engine(self, instance_id: InstanceId, view: InstanceView | None) -> ChildStatus:
         """`view`: as routing sees it; None before it has answered."""
-        member, process = self._control.pool[instance_id], self._engine_status(instance_id)
+        member, process = self._control.pool[instance_id], self._children.engine(instance_id)
         is_waiting = process.state is ProcessState.WAITING
         return ChildStatus(
             child=instance_id,
@@ -213,7 +223,7 @@ class Operator:
         )
 
     def _trainer(self) -> ChildStatus:
-        process = self._trainer_status()
+        process = self._children.trainer()
         return ChildStatus(
             child="trainer",
             role="trainer",
@@ -232,7 +242,7 @@ class Operator:
     def _replicas(self) -> Iterator[ChildStatus]:
         """Hybrid replicas that have processes, by what they are to the core."""
         hybrids = self._control.hybrids
-        for replica_id, process in self._replica_statuses().items():
+        for replica_id, process in self._children.replicas().items():
             if hybrids is None:
                 return
             hybrid = hybrids.pool[replica_id]
@@ -284,6 +294,8 @@ def waiting_for(control: Control) -> str:
         parts.append(f"engines load v{cycle.publishing}: {_loading(control)}")
     if cycle.saving_step is not None and cycle.phase is not Phase.SAVING:
         parts.append(f"the checkpoint of step {cycle.saving_step} is being written")
+    if (change := control.plans.change) is not None and change.current is not None:
+        parts.append(f"the plan changes: {in_words(change.current)}")
     if (progress := control.evaluator.progress) is not None:
         num_ended, total = progress
         parts.append(f"{num_ended} of {total} trajectories are evaluated")

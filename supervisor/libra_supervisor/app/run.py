@@ -14,7 +14,9 @@ from msgspec.structs import asdict
 
 from libra import clock
 from libra.ids import ChildId, RunId
+from libra.planner.plan import plan_in_words
 from libra.planner.probe import SwitchPlan
+from libra.planner.replan import Replanner
 from libra.rewards.loading import check_reward_name
 from libra.scheduling.notice import BreakerClosed, FeedbackRestored, RestartSeen
 from libra.scheduling.scheduler import Scheduler
@@ -24,18 +26,19 @@ from libra_supervisor.api.access import read_or_make_token
 from libra_supervisor.api.server import api_server
 from libra_supervisor.app.adoption import adoptee_of, take_over
 from libra_supervisor.app.builder import Builder
-from libra_supervisor.app.collector import RunCollector, registry_of
+from libra_supervisor.app.collector import RunCollector, Sources, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
-from libra_supervisor.app.launch import Launch, new_run_id, plan_in_words, replanned
-from libra_supervisor.app.operator import Facts, Operator
+from libra_supervisor.app.launch import Launch, new_run_id, replanned
+from libra_supervisor.app.operator import ChildStatuses, Facts, Operator
 from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
 from libra_supervisor.app.plan_files import PlanFiles, TrainerPlace
 from libra_supervisor.app.probe_judge import ProbeJudge
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import RankMail
 from libra_supervisor.app.recall import RunMemory, record_run_id, recorded_run_id
+from libra_supervisor.app.replan_desk import DeskPorts, ReplanDesk
 from libra_supervisor.app.replicas import Replicas
 from libra_supervisor.app.routing import SchedulerRouting, explained_if_debugging
 from libra_supervisor.app.tracer import Tracer
@@ -56,7 +59,7 @@ from libra_supervisor.process.lifecycle import Adoptee
 from libra_supervisor.process.logs import LogPolicy, LogRelay, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, Spawner, become_subreaper
 from libra_supervisor.ranks.gang import Gang
-from libra_supervisor.records.reader import last_attempt
+from libra_supervisor.records.reader import last_attempt, last_decision_id
 from libra_supervisor.records.tracker_backends import open_trackers
 from libra_supervisor.records.writer import RecordsWriter
 
@@ -168,6 +171,7 @@ class Run:
             explained=explained_if_debugging(),
         )
         self._stalls = StallMeter()
+        self._replans: ReplanDesk | None = None
         self._outcome: Outcome | None = None
         self._probe_judge: ProbeJudge | None = None
         self._trackers = open_trackers(launch.config.tracing, launch.directory, run_id)
@@ -188,7 +192,8 @@ class Run:
         adopt = await self._take_over(fleet, logs, kernel)
         forecaster = builder.forecaster()
         self._probe_judge = ProbeJudge(self._launch, learn=forecaster.learn)
-        operator = self._operator(children, forecaster)
+        self._replans = replans = self._replan_desk(forecaster)
+        operator = self._operator(children, forecaster, replans)
         notifier = Notifier.from_environment(self._launch.environ)
         try:
             async with (
@@ -208,7 +213,7 @@ class Run:
                 self._start_rim(tasks, notifier, operator)
                 tasks.start_soon(self._hear_signals, children)
                 children.start(tasks, adopt)
-                await self._work(builder, children, forecaster, self._probe_judge)
+                await self._work(builder, children, forecaster, replans)
                 self._display.show(operator.progress())
                 notifier.stopping("ending children")
                 await self._end_children(children)
@@ -248,7 +253,7 @@ class Run:
         builder: Builder,
         children: Children,
         forecaster: Forecaster,
-        probe_judge: ProbeJudge,
+        replans: ReplanDesk,
     ) -> None:
         """Until the end of the loop; rollouts and effects end here."""
         fleet, gang = children.fleet, children.gang
@@ -258,6 +263,7 @@ class Run:
         evaluated = self._prompts.evaluated or self._prompts.dataset
         evaluations = builder.runner(evaluated, fleet, pool)
         mail = RankMail(gang)
+        probe_judge = self._probe_judge = ProbeJudge(self._launch, learn=forecaster.learn)
         async with anyio.create_task_group() as work:
             executor = Executor(
                 builder.terms(),
@@ -283,6 +289,7 @@ class Run:
                 runner.run,
                 evaluations.run,
                 mail.run,
+                replans.run,
                 builder.room.run,
                 self._say_notices,
             ):
@@ -320,9 +327,13 @@ class Run:
     def _note(self, event: Event) -> None:
         self._memory.note(event)
         self._tracer.on_event(event)
+        if self._replans is not None:
+            self._replans.on_event(event)
 
     def _execute(self, executor: Executor, command: Command) -> None:
         self._tracer.on_command(command)
+        if self._replans is not None:
+            self._replans.on_command(command)
         executor.execute(command)
 
     def _end(self, exit_code: int, reason: str) -> None:
@@ -353,7 +364,27 @@ class Run:
         directory = self._launch.directory.weights_of(version)
         return directory if directory.exists() else None
 
-    def _operator(self, children: Children, forecaster: Forecaster) -> Operator:
+    def _replan_desk(self, forecaster: Forecaster) -> ReplanDesk:
+        launch = self._launch
+        # What plans are made for; other devices of the machine are spare.
+        num_gpus = launch.given.training.train_gpus + launch.given.rollout.rollout_gpus
+        return ReplanDesk(
+            launch.given,
+            Replanner(launch.given, num_gpus=num_gpus, book=launch.book),
+            DeskPorts(
+                control=self._control,
+                book=lambda: forecaster.book,
+                instances=lambda: self._scheduler.instances(clock.now()),
+                write=RecordsWriter(launch.directory).write_reconfiguration,
+                post=self.inbox.post,
+            ),
+            last_decision_id=last_decision_id(launch.directory.reconfigurations),
+            started_at=clock.now(),
+        )
+
+    def _operator(
+        self, children: Children, forecaster: Forecaster, replans: ReplanDesk
+    ) -> Operator:
         operator = Operator(
             Facts(
                 run_id=self._run_id,
@@ -366,19 +397,25 @@ class Run:
             ),
             control=self._control,
             inbox=self.inbox,
-            engine_status=children.fleet.status_of,
-            trainer_status=children.gang.status,
-            replica_statuses=children.replicas.statuses,
+            children=ChildStatuses(
+                engine=children.fleet.status_of,
+                trainer=children.gang.status,
+                replicas=children.replicas.statuses,
+            ),
             scheduler=self._scheduler,
+            replans=replans,
         )
         operator.registry = registry_of(
             RunCollector(
                 self._control,
                 operator.status,
-                self._stalls,
-                forecaster,
-                self._trackers,
-                self._scheduler,
+                Sources(
+                    stalls=self._stalls,
+                    forecaster=forecaster,
+                    trackers=self._trackers,
+                    scheduler=self._scheduler,
+                    outcomes=replans.outcomes,
+                ),
             )
         )
         return operator

@@ -116,6 +116,13 @@ def _add_simulate(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="how much longer responses get with every step, e.g. 0.02 (default: 0)",
     )
     simulate.add_argument(
+        "--drift",
+        type=Path,
+        metavar="FILE",
+        help="phases of lengths from a JSONL file: a plan that stays, one that follows, and the "
+        "best in hindsight",
+    )
+    simulate.add_argument(
         "--compare", action="store_true", help="the same GPUs used in several ways"
     )
     _add_json(simulate)
@@ -165,6 +172,11 @@ def _add_control(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     stop.add_argument("--now", action="store_true", help="do not finish the step")
     reload = verbs.add_parser("reload", help="load the served weights into every engine once more")
     _add_run_dir(reload, "directory of the run (default: the newest in runs/)")
+    replan = verbs.add_parser("replan", help="look at the plan now, and change it if that pays")
+    _add_run_dir(replan, "directory of the run (default: the newest in runs/)")
+    replan.add_argument(
+        "--dry-run", action="store_true", help="say what would be done, and do nothing"
+    )
     _add_logs(verbs)
     for verb in VERBS_ON_TARGET:
         act = verbs.add_parser(verb, help=f"{verb} one rollout instance")

@@ -12,6 +12,7 @@ import msgspec
 
 from libra.config.load import current_environ, load_config
 from libra.errors import ConfigError, LibraError
+from libra.planner.plan import plan_in_words
 from libra.storage.checkpoints import read_checkpoint_manifest
 from libra.tracing.log import set_up_logging
 from libra_supervisor.app.forking import plant_checkpoint
@@ -19,7 +20,6 @@ from libra_supervisor.app.launch import (
     Launch,
     RunRequest,
     choose_directory,
-    plan_in_words,
     prepare,
 )
 from libra_supervisor.app.prompts import Prompts, open_prompts

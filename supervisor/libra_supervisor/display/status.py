@@ -30,6 +30,7 @@ def status_text(status: StatusSnapshot) -> str:
         f"step {status.step}{total}, engines at {version}, reward {reward}",
         f"trajectories: {status.num_running} running, {status.num_buffered} ready",
         f"plan: {status.plan}",
+        *([f"newest look at it: {status.last_decision}"] if status.last_decision else []),
         *([status.oldest_wait] if status.oldest_wait else []),
         "",
         *_table([HEADER, *(row for child in status.children for row in _rows(child))]),
