@@ -1,18 +1,11 @@
-"""Values that are right but cannot be used: not built yet, or beyond the installed packages.
+"""Values that are right but cannot be used: not built yet, or beyond the installed packages."""
 
-NOT_YET only shrinks. What the installed stack cannot do is another matter, and said as such.
-"""
-
-from collections.abc import Callable, Collection
-from typing import Any, Final
-
-import msgspec
+from collections.abc import Collection
+from typing import Final
 
 from libra.config.environment import Environment
 from libra.config.problems import Problem
 from libra.config.run import RunConfig
-from libra.config.surface import all_options, value_of
-from libra.config.wording import yaml_words
 
 SUPPORTED_ARCHITECTURES: Final = frozenset(
     {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM"}
@@ -20,55 +13,9 @@ SUPPORTED_ARCHITECTURES: Final = frozenset(
 """What the trainer maps between Hugging Face and Megatron-Core; FSDP takes any."""
 
 
-class Gap(msgspec.Struct, frozen=True):
-    """An option refused while `is_needed` holds for its value."""
-
-    path: str
-    reason: str
-    is_needed: Callable[[Any], bool] | None = None
-    """None: any value but the default."""
-
-    def applies_to(self, config: RunConfig) -> bool:
-        """Whether `config` asks for what is not there."""
-        value = value_of(config, self.path)
-        if self.is_needed is None:
-            return bool(value != all_options()[self.path].default)
-        return self.is_needed(value)
-
-
-def _is(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: value in values
-
-
-def _gaps(prefix: str, names: str, reason: str) -> tuple[Gap, ...]:
-    return tuple(Gap(f"{prefix}.{name}", reason) for name in names.split())
-
-
-PLANNER: Final = "global_resource_planner"
-
-NOT_YET: Final = (
-    *_gaps(
-        PLANNER,
-        "decouple_communication_domains "
-        "elastic_hybrid_replica_size_gpus elastic_hybrid_min_rollout_gpus",
-        "the elastic runtime is not built",
-    ),
-)
-"""Remove an entry when its option takes effect; nothing else has to change."""
-
-
 def check_availability(config: RunConfig, environment: Environment) -> tuple[Problem, ...]:
     """Find what this configuration asks for that a run cannot do yet."""
-    problems = [
-        Problem(path=gap.path, what=f"is not available yet: {gap.reason}", hint=_allowed(gap))
-        for gap in NOT_YET
-        if gap.applies_to(config)
-    ]
-    return (*problems, *_check_key_value_heads(config), *_check_nodes(config, environment))
-
-
-def _allowed(gap: Gap) -> str:
-    return f"the default is {yaml_words(all_options()[gap.path].default)}"
+    return (*_check_key_value_heads(config), *_check_nodes(config, environment))
 
 
 def check_stack(config: RunConfig, *, has_transformer_engine: bool) -> tuple[Problem, ...]:

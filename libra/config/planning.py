@@ -8,6 +8,7 @@ from libra.config.base import (
     Config,
     Count,
     LogSpread,
+    Margin,
     Multiplier,
     PathText,
     PositiveCount,
@@ -147,6 +148,14 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
 
     elastic_hybrid_min_rollout_gpus: Count = 1
     """Rollout GPUs that the elastic hybrid pool may never borrow."""
+
+    elastic_hybrid_contribution_timeout_s: Seconds = 30.0
+    """Seconds that the core waits for the gradients of a hybrid replica once it has its own; a
+    replica that is later is dropped from the step and from the pool."""
+
+    elastic_hybrid_norm_limit: Margin = 100.0
+    """A hybrid replica's gradients are dropped when their norm is more than this many times that of
+    one of the core's own replicas."""
 
     elastic_hybrid_max_workers: Count | None = None
     """Deprecated and ignored, with a warning: the elastic hybrid pool has no policy maximum."""

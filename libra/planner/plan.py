@@ -83,6 +83,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(hybrid.slots) for hybrid in self.hybrids)
 
 
+def with_hybrids_in_core(plan: Plan) -> Plan:
+    """The same devices without hybrid replicas: each is one more data-parallel replica."""
+    train, hybrids = plan.train, plan.hybrids
+    grid = train.tp * train.pp * train.cp
+    more = tuple(slot for hybrid in hybrids for slot in hybrid.slots)
+    nodes = tuple(node for it in hybrids for node in it.nodes or (it.node,) * len(it.slots))
+    is_on_one_node = not train.nodes and set(nodes) <= {train.node}
+    own = train.nodes or (train.node,) * len(train.slots)
+    core = msgspec.structs.replace(
+        train,
+        dp=train.dp + len(more) // grid,
+        slots=(*train.slots, *more),
+        nodes=() if is_on_one_node else (*own, *nodes),
+    )
+    return msgspec.structs.replace(plan, train=core, hybrids=())
+
+
 def plan_in_words(plan: Plan) -> str:
     """`train 2 GPUs (TP 1, PP 1, CP 1, DP 2), rollout 2 GPUs (2 x TP 1)`."""
     train = plan.train

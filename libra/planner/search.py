@@ -11,7 +11,6 @@ from math import inf
 
 import msgspec
 
-from libra.config.availability import NOT_YET
 from libra.config.run import RunConfig
 from libra.errors import InfeasiblePlanError
 from libra.planner.calibration import Calibration, book_of
@@ -52,14 +51,12 @@ def plan(
     calibration: Calibration | None = None,
     excluded: frozenset[TrainLayout] = frozenset(),
     lengths_known: bool = False,
-    only_built: bool = True,
 ) -> PlanReport:
     """The plan that `initial_allocation_strategy` asks for.
 
     `demand` defaults to the configured prior; `excluded` layouts failed their recompute probe.
     `lengths_known` plans for a router that sends the longest requests to the widest instances,
-    which the scheduler does not do: it is for comparison. So is `only_built` false, which lets the
-    plan use what the trainer cannot do yet.
+    which the scheduler does not do: it is for comparison.
     Raises ConfigError when `grp` lacks a description of hardware or model, InfeasiblePlanError when
     no split works; its message holds the reasons.
     """
@@ -72,7 +69,7 @@ def plan(
         config,
         demand,
         cost_models(config, book),
-        choices=_Choices(excluded=excluded, lengths_known=lengths_known, only_built=only_built),
+        choices=_Choices(excluded=excluded, lengths_known=lengths_known),
     )
     return search.report()
 
@@ -82,7 +79,6 @@ class _Choices(msgspec.Struct, frozen=True, kw_only=True):
 
     excluded: frozenset[TrainLayout]
     lengths_known: bool
-    only_built: bool
 
 
 class _Search:
@@ -115,7 +111,6 @@ class _Search:
             work=train_work(config, demand),
             gpu_counts=self._gpu_counts(),
             excluded=choices.excluded,
-            unbuilt=unbuilt_options() if choices.only_built else {},
         )
 
     def report(self) -> PlanReport:
@@ -328,11 +323,6 @@ class _Search:
         more = len(reasons) - _REASONS_SHOWN
         rest = f"\n  and {more} more" if more > 0 else ""
         return f"{what} on {self._num_gpus} GPUs:\n  {shown}{rest}"
-
-
-def unbuilt_options() -> dict[str, str]:
-    """Options whose other values a run would refuse, and why."""
-    return {gap.path: gap.reason for gap in NOT_YET}
 
 
 def format_tps(tps: Sequence[int]) -> str:

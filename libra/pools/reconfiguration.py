@@ -115,8 +115,10 @@ class Reconfiguration:
         return self._moved(instance_id, Stage.STARTING, Stage.SERVING, now)
 
     def on_lost(self, instance_id: InstanceId, *, now: float) -> tuple[Transition, ...]:
-        """It does not serve any more and may come back: its process died, or hangs."""
-        self._moved(instance_id, Stage.DRAINING, Stage.DRAINED, now, advances=False)
+        """It does not serve any more and may come back: its process died, or hangs.
+
+        One that is being drained has nothing in flight then, which is said like any other end.
+        """
         return self._moved(instance_id, Stage.SERVING, Stage.STARTING, now)
 
     def on_drained(self, instance_id: InstanceId, *, now: float) -> tuple[Transition, ...]:
@@ -216,14 +218,12 @@ class Reconfiguration:
         before: Stage,
         after: Stage,
         now: float,
-        *,
-        advances: bool = True,
     ) -> tuple[Transition, ...]:
         server = self.ground.find(instance_id)
         if server is None or server.stage is not before:
             return ()
         self.ground = self.ground.staged((instance_id,), after)
-        return self._advance(now) if advances else ()
+        return self._advance(now)
 
     def _advance(self, now: float) -> tuple[Transition, ...]:
         """Order whatever comes next, until there is something to wait for."""

@@ -19,7 +19,7 @@ from libra.planner.pruning import PruneLog
 from libra.planner.report import PlanReport
 from libra.planner.rollout_cost import workload_of
 from libra.planner.rollout_search import instance_costs
-from libra.planner.search import plan, unbuilt_options
+from libra.planner.search import plan
 from libra.planner.train_layout import TrainLayout
 from libra.planner.train_search import TrainSearch
 from libra.simulate.fleet import LengthBound
@@ -116,7 +116,6 @@ def colocated(config: RunConfig, demand: Demand) -> Scenario:
         models=models,
         work=train_work(grp, demand),
         gpu_counts=[num_gpus],
-        unbuilt=unbuilt_options(),
     ).best(num_gpus)
     if not searched:
         raise InfeasiblePlanError(f"no training layout uses exactly {num_gpus} GPUs")

@@ -312,6 +312,26 @@ class HybridLeft(msgspec.Struct, frozen=True, tag=True):
     replica_id: ReplicaId
 
 
+class ReplicaReady(msgspec.Struct, frozen=True, tag=True):
+    """Every rank of a replica has built its model."""
+
+    replica_id: ReplicaId
+
+
+class ReplicaSaid(msgspec.Struct, frozen=True, tag=True):
+    """One message of a replica's rank."""
+
+    replica_id: ReplicaId
+    event: RankEvent
+
+
+class ReplicaDown(msgspec.Struct, frozen=True, tag=True):
+    """All processes of a replica are gone; no others follow."""
+
+    replica_id: ReplicaId
+    reason: str
+
+
 class ReconfigurationEnded(msgspec.Struct, frozen=True, tag=True):
     """What became of a plan that was wanted; the line in reconfigurations.jsonl says more."""
 
@@ -374,6 +394,9 @@ Event: TypeAlias = (
     | SampleProgressed
     | SampleFinished
     | SampleGaveUp
+    | ReplicaReady
+    | ReplicaSaid
+    | ReplicaDown
     | HybridJoined
     | HybridLost
     | HybridLeft

@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from libra.ids import GroupId, Incarnation, InstanceId
-from libra.planner.plan import InstancePlacement, TrainPlacement
+from libra.ids import GroupId, Incarnation, InstanceId, ReplicaId
+from libra.planner.plan import HybridPlacement, InstancePlacement, TrainPlacement
 from libra.rollouts.group import AdmittedGroup
 from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest
-from libra.wire.rank import MiniBatch, RankCommand
+from libra.wire.rank import MiniBatch, RankCommand, TrainStep
+
+Shards: TypeAlias = Sequence[tuple[MiniBatch, ...]]
+"""Each data-parallel rank's mini-batches."""
 
 
 class Ranks(Protocol):
@@ -19,8 +22,23 @@ class Ranks(Protocol):
 
     def tell_rank_zero(self, attempt: int, command: RankCommand) -> None: ...
 
-    def train(self, attempt: int, step: int, shards: Sequence[tuple[MiniBatch, ...]]) -> None:
-        """Queue a TrainStep for every rank, each with the shard of its data-parallel rank."""
+    def train(self, attempt: int, command: TrainStep, shards: Shards) -> None:
+        """Queue `command` for every rank, each with the shard of its data-parallel rank."""
+
+
+class Replicas(Protocol):
+    """The gangs of hybrid replicas. A message for one that has ended is dropped."""
+
+    def start(self, placement: HybridPlacement) -> None:
+        """ReplicaReady says when it has its model, ReplicaDown when all of it is gone."""
+
+    def stop(self, replica_id: ReplicaId) -> None: ...
+
+    def tell(self, replica_id: ReplicaId, command: RankCommand) -> None:
+        """Queue one message for every rank of it."""
+
+    def train(self, replica_id: ReplicaId, command: TrainStep, shards: Shards) -> None:
+        """Queue `command` for every rank of it, each with its own shard."""
 
 
 class Trainers(Protocol):

@@ -104,6 +104,11 @@ class RunDirectory(msgspec.Struct, frozen=True):
         return self.prewarm / incarnation
 
     @property
+    def hybrid(self) -> Path:
+        """Of hybrid replicas: the lanes' key, snapshots on their way, sockets; mode 0700."""
+        return self.root / "hybrid"
+
+    @property
     def phase_trace(self) -> Path:
         return self.root / "phase_trace"
 

@@ -2,6 +2,7 @@
 
 from random import Random
 
+import anyio
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,9 @@ from libra.ids import InstanceId, ReplicaId, SlotId
 from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, TrainPlacement
 from libra.pools.change_policy import policy_of
 from libra_supervisor import events
+from libra_supervisor.app.operator import waiting_for
 from libra_supervisor.loop.plan_desk import PlanDesk
+from metrics_source import trained_collector
 
 IDS = [InstanceId("vllm-0"), InstanceId("vllm-1")]
 TIMEOUT_S = 50.0
@@ -109,11 +112,35 @@ def test_an_instance_joins_at_the_committed_version_and_one_leaves_after_its_req
     assert world.control.pool[InstanceId("vllm-2")].state.value in ("serving", "reloading")
     assert world.plan_in_force.instances[-1].instance_id == "vllm-2"
     want(world, plan([2], [3]), 2)
+    assert "the plan changes: drain vllm-1, vllm-2" in waiting_for(world.control)
     until(world, rng, lambda w: len(w.reconfigurations) == 2)
     assert [it.instance_id for it in world.control.pool.members] == ["vllm-0"]
     assert world.kept_plans[-1].memory.order is None
     world.run(rng)
     assert world.ended.exit_code == 0
+
+
+def test_the_metrics_page_shows_the_plan_and_its_changes():
+    world, rng = elastic(), Random(3)
+    until(world, rng, a_step_is_trained)
+    want(world, plan([2, 3], [0, 1]))
+    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    want(world, plan([2, 3], [0, 1]), 2)
+
+    async def collect():
+        return list(trained_collector(world).collect())
+
+    values = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in anyio.run(collect)
+        for sample in family.samples
+    }
+    assert values["libra_plan_slots", "train"] == 2
+    assert values["libra_plan_slots", "rollout"] == 2
+    assert values["libra_reconfigurations_total", "done"] == 1
+    assert values["libra_reconfigurations_total", "refused"] == 1
+    stalled_s = records(world)[0].stalled_s
+    assert values["libra_reconfiguration_seconds_total", "stalled"] == stalled_s > 0
 
 
 def test_the_gang_starts_anew_at_a_boundary_and_no_step_is_lost_or_trained_twice():

@@ -169,6 +169,7 @@ class World:
         self.evaluated: list[commands.WriteEvaluation] = []
         self.reloads: list[commands.WriteReload] = []
         self.reconfigurations: list[commands.WriteReconfiguration] = []
+        self.retired: set[InstanceId] = set()
         self.asked_again: list[commands.AskAgain] = []
         self.missing: list[commands.SayMissing] = []
         self.kept_plans: list[commands.KeepPlan] = []
@@ -404,6 +405,8 @@ class World:
                 self.routes[instance_id] = version
             case commands.Unroute(instance_id, _):
                 self.routes.pop(instance_id, None)
+            case commands.ReplaceInstance(instance_id, _) if instance_id in self.retired:
+                pass  # it is on its way out, or has gone
             case commands.ReplaceInstance(instance_id, _):
                 is_coming = any(isinstance(it, _Replace) for it in self.pending)
                 assert instance_id in self.processes or is_coming, "its process is gone already"
@@ -454,6 +457,7 @@ class World:
             case commands.AddInstance(placement, has_devices):
                 assert has_devices
                 assert placement.instance_id not in self.processes, "it runs already"
+                self.retired.discard(placement.instance_id)
                 self.placed[placement.instance_id] = placement
                 self._check_slots()
                 self.start_process(placement.instance_id)
@@ -462,7 +466,11 @@ class World:
                 self.pending.append(events.InstanceDrained(instance_id))
             case commands.KeepInstance(instance_id):
                 self.pending = [e for e in self.pending if e != events.InstanceDrained(instance_id)]
+            case commands.RetireInstance(instance_id) if instance_id in self.retired:
+                pass  # it is on its way out already
             case commands.RetireInstance(instance_id):
+                self.pending = [e for e in self.pending if not _is_replacement(e, instance_id)]
+                self.retired.add(instance_id)
                 self._end_process(instance_id, is_asked_for=True)
                 self.pending.append(events.InstanceRetired(instance_id, is_clean=True))
                 self.placed.pop(instance_id, None)
@@ -634,6 +642,10 @@ class World:
     def _is_of(self, event, incarnation: Incarnation) -> bool:
         is_under_way = isinstance(event, _Replace)
         return not is_under_way and getattr(event, "incarnation", None) == incarnation
+
+
+def _is_replacement(event, instance_id) -> bool:
+    return isinstance(event, _Replace) and event.instance_id == instance_id
 
 
 _OF_GANG = (events.RankSaid, events.GangReady, events.ExportChecked)

@@ -160,6 +160,11 @@ def test_replicas_leave_before_the_core_changes_and_join_after_it():
             "runtime_dynamic_reconfiguration_enabled is false",
         ),
         (
+            plan(core(0), instance(A, 1)),
+            {"runtime_manage_rollout_processes": False},
+            "the servers are run by somebody else: runtime_manage_rollout_processes is false",
+        ),
+        (
             plan(core(0, 3), instance(A, 1), instance(B, 2)),
             {"runtime_reconfigure_training": False},
             "the training side would change, and runtime_reconfigure_training is false",

@@ -3,7 +3,7 @@ import pytest
 
 from libra.errors import InvariantError
 from libra.ids import PolicyVersion
-from libra.rollouts.batch import BatchShape, balanced_shares, shard
+from libra.rollouts.batch import BatchShape, balanced_shares, shard, trained_mini_batches
 from libra.rollouts.group import CompleteGroup
 from libra.rollouts.seeds import sampling_seed
 from libra.rollouts.summary import summarize
@@ -75,6 +75,28 @@ def test_masked_truncated_trajectories_stay_in_the_batch_without_a_token():
 def test_a_batch_that_does_not_divide_is_refused():
     with pytest.raises(InvariantError, match="8 trajectories do not divide"):
         shard(groups(), [0.0] * 8, BatchShape(dp_size=3, mini_batch_size=4))
+
+
+def test_shards_of_hybrids_come_last_and_may_be_one_sample_smaller():
+    shape = BatchShape(dp_size=2, mini_batch_size=4, num_hybrid_shards=1)
+    shards = shard(groups(), [0.0] * 8, shape)
+    assert [[len(m.samples) for m in mini_batches] for mini_batches in shards] == [
+        [2, 2],
+        [1, 1],
+        [1, 1],
+    ]
+    assert {m.global_num_sequences for mini_batches in shards for m in mini_batches} == {4}
+    assert len({s.trajectory_id for s in samples_of(shards)}) == 8
+
+
+def test_a_mini_batch_without_a_token_is_not_trained():
+    group = admitted(0)
+    cut = [trajectory(group, i, finish_reason="length", num_response=3) for i in range(2)]
+    batch = [CompleteGroup(group, tuple(cut)), *groups(num_groups=1)]
+    shape = BatchShape(dp_size=1, mini_batch_size=2)
+    assert trained_mini_batches(batch, shape) == (0, 1)
+    masked = BatchShape(dp_size=1, mini_batch_size=2, mask_truncated=True)
+    assert trained_mini_batches(batch, masked) == (1,)
 
 
 def test_shares_have_equal_counts_and_nearly_equal_lengths():

@@ -9,7 +9,7 @@ import msgspec
 
 from libra.data.dataset import PromptDataset
 from libra.ids import ChildId, InstanceId, RunId
-from libra.planner.plan import InstancePlacement, TrainPlacement
+from libra.planner.plan import HybridPlacement, InstancePlacement, TrainPlacement
 from libra.scheduling.scheduler import Scheduler
 from libra.workflows.loading import load_workflow
 from libra_supervisor.app.device_gate import DeviceGate
@@ -22,6 +22,7 @@ from libra_supervisor.app.launch import Launch
 from libra_supervisor.app.parts import batch_shape
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import CheckpointChooser
+from libra_supervisor.app.replicas import Hear, Replicas, make_lane_key
 from libra_supervisor.app.routing import EngineRouter
 from libra_supervisor.app.scoring import reward_pool_of
 from libra_supervisor.events import Event
@@ -144,6 +145,43 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             rng=self.rng,
             hindrance=None if gate is None else gate.hindrance,
         )
+
+    def replicas(self) -> Replicas:
+        """Gangs for hybrid replicas, in the core's layout but for data parallelism."""
+        directory = self.launch.directory
+        make_lane_key(directory)
+        train = self.launch.plan.train
+        grid = train.tp * train.pp * train.cp
+
+        async def from_base(_attempt: int) -> None:
+            return None
+
+        def make(placement: HybridPlacement, hear: Hear) -> Gang:
+            own = msgspec.structs.replace(
+                train, dp=len(placement.slots) // grid, slots=placement.slots
+            )
+            name = placement.replica_id
+            sockets = directory.hybrid / name
+            sockets.mkdir(mode=0o700, parents=True, exist_ok=True)
+            site = msgspec.structs.replace(
+                self.gang_site(own),
+                child_id=ChildId(name),
+                arguments=("--replica", name),
+                socket_directory=sockets,
+                is_restarted=False,
+            )
+            gate = self._gate(ChildId(name), placement.slots, needed_fraction=None)
+            return Gang(
+                site,
+                spawner=self.spawner,
+                config=self.launch.config.supervision,
+                choose=from_base,
+                post=hear,
+                rng=self.rng,
+                hindrance=None if gate is None else gate.hindrance,
+            )
+
+        return Replicas(make, self.inbox.post)
 
     def reshape(self, gang: Gang, placement: TrainPlacement) -> None:
         gate = self._gang_gate(placement)

@@ -92,43 +92,31 @@ class RunCollector(Collector):
         yield from self._of_plans()
 
     def _of_plans(self) -> Iterator[Metric]:
-        outcomes = self._outcomes
+        plans, outcomes = self._control.plans, self._outcomes
+        slots = GaugeMetricFamily("libra_plan_slots", "Of the plan in force.", labels=["side"])
+        slots.add_metric(["train"], plans.plan.train.world_size)
+        slots.add_metric(["rollout"], plans.plan.num_rollout_gpus)
+        slots.add_metric(["hybrid"], plans.plan.num_hybrid_gpus)
+        yield slots
         decisions = CounterMetricFamily(
             "libra_plan_decisions", "Looks at the plan.", labels=["verdict"]
         )
         for verdict in ("keep", "switch"):
             decisions.add_metric([verdict], outcomes.num_decisions[verdict])
         yield decisions
-        ended = CounterMetricFamily(
+        changes = CounterMetricFamily(
             "libra_reconfigurations", "Changes of the plan that ended.", labels=["outcome"]
         )
-        for outcome in ("done", "rolled_back", "refused", "failed"):
-            ended.add_metric([outcome], outcomes.num_ended[outcome])
-        yield ended
-        if (decided := outcomes.last) is not None and "earned_s" in decided.numbers:
-            yield GaugeMetricFamily(
-                "libra_plan_earned_seconds",
-                "What the best other plan would earn within the horizon, at the newest look.",
-                decided.numbers["earned_s"],
-            )
-            yield GaugeMetricFamily(
-                "libra_plan_price_seconds",
-                "What going over to it would cost, with the uncertainty.",
-                decided.numbers["price_s"],
-            )
-        if (last := outcomes.last_ended) is None:
-            return
-        yield GaugeMetricFamily(
-            "libra_reconfiguration_stalled_seconds",
-            "How long training stood still for the newest change.",
-            last.stalled_s,
+        for outcome, number in plans.num_by_outcome.items():
+            changes.add_metric([outcome], number)
+        yield changes
+        seconds = CounterMetricFamily(
+            "libra_reconfiguration_seconds", "What they took, by phase.", labels=["phase"]
         )
-        phases = GaugeMetricFamily(
-            "libra_reconfiguration_phase_seconds", "Of the newest change.", labels=["phase"]
-        )
-        for phase, seconds in last.phases.items():
-            phases.add_metric([phase], seconds)
-        yield phases
+        for phase, spent_s in plans.seconds_by_phase.items():
+            seconds.add_metric([phase], spent_s)
+        yield seconds
+        yield from _of_newest_look(outcomes)
 
     def _of_reloads(self) -> Iterator[Metric]:
         counts = self._control.publication.counts
@@ -275,3 +263,23 @@ def registry_of(collector: Collector) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     return registry
+
+
+def _of_newest_look(outcomes: Outcomes) -> Iterator[Metric]:
+    if (decided := outcomes.last) is not None and "earned_s" in decided.numbers:
+        yield GaugeMetricFamily(
+            "libra_plan_earned_seconds",
+            "What the best other plan would earn within the horizon, at the newest look.",
+            decided.numbers["earned_s"],
+        )
+        yield GaugeMetricFamily(
+            "libra_plan_price_seconds",
+            "What going over to it would cost, with the uncertainty.",
+            decided.numbers["price_s"],
+        )
+    if (last := outcomes.last_ended) is not None:
+        yield GaugeMetricFamily(
+            "libra_reconfiguration_stalled_seconds",
+            "How long training stood still for the newest change.",
+            last.stalled_s,
+        )

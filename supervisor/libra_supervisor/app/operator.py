@@ -11,6 +11,7 @@ from libra import clock
 from libra.ids import InstanceId, PolicyVersion, PromptId, RequestId, RunId
 from libra.planner.plan import plan_in_words
 from libra.pools.member import MemberState
+from libra.pools.transition import in_words
 from libra.scheduling.explanation import InstanceView
 from libra.scheduling.load import EngineLoad
 from libra.scheduling.request import RouteRequest
@@ -45,7 +46,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """False: they are somebody else's, and never started or ended."""
 
 
-class Children(msgspec.Struct, frozen=True, kw_only=True):
+class ChildStatuses(msgspec.Struct, frozen=True, kw_only=True):
     """What supervision says about processes."""
 
     engine: Callable[[InstanceId], ProcessStatus]
@@ -61,7 +62,7 @@ class Operator:
         *,
         control: Control,
         inbox: Inbox[Event],
-        children: Children,
+        children: ChildStatuses,
         scheduler: Scheduler,
         replans: ReplanDesk,
     ) -> None:
@@ -269,6 +270,8 @@ def waiting_for(control: Control) -> str:
         parts.append(f"engines load v{cycle.publishing}: {_loading(control)}")
     if cycle.saving_step is not None and cycle.phase is not Phase.SAVING:
         parts.append(f"the checkpoint of step {cycle.saving_step} is being written")
+    if (change := control.plans.change) is not None and change.current is not None:
+        parts.append(f"the plan changes: {in_words(change.current)}")
     if (progress := control.evaluator.progress) is not None:
         num_ended, total = progress
         parts.append(f"{num_ended} of {total} trajectories are evaluated")

@@ -5,7 +5,7 @@ import traceback
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Final
+from typing import Final, NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -31,14 +31,15 @@ from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.app.launch import Launch, new_run_id, replanned
-from libra_supervisor.app.operator import Children, Facts, Operator
-from libra_supervisor.app.parts import control_of, kv_capacity_by_tp, plan_desk_of
+from libra_supervisor.app.operator import ChildStatuses, Facts, Operator
+from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
 from libra_supervisor.app.plan_files import PlanFiles, TrainerPlace
 from libra_supervisor.app.probe_judge import ProbeJudge
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import RankMail
 from libra_supervisor.app.recall import RunMemory, record_run_id, recorded_run_id
 from libra_supervisor.app.replan_desk import DeskPorts, ReplanDesk
+from libra_supervisor.app.replicas import Replicas
 from libra_supervisor.app.routing import SchedulerRouting, explained_if_debugging
 from libra_supervisor.app.tracer import Tracer
 from libra_supervisor.display.console import Display
@@ -126,6 +127,26 @@ async def _supervised(
         return outcome, run.next_plan
 
 
+class Children(NamedTuple):
+    """Everything that runs in processes of its own for the whole run."""
+
+    fleet: Fleet
+    gang: Gang
+    replicas: Replicas
+
+    def start(self, tasks: TaskGroup, adopt: dict[ChildId, Adoptee]) -> None:
+        """Start servers and core; replicas are started when a plan has some."""
+        self.fleet.start(tasks, adopt)
+        self.replicas.begin(tasks)
+        tasks.start_soon(self.gang.run)
+
+    def stop(self) -> None:
+        """End them; called again, in a hurry."""
+        self.gang.stop()
+        self.replicas.stop_all()
+        self.fleet.stop()
+
+
 class Run:
     """Every part of one run, joined."""
 
@@ -137,9 +158,7 @@ class Run:
         self._display = display
         self._num_signals = 0
         self.inbox: Inbox[Event] = Inbox()
-        self._control = control_of(
-            launch.config, launch.plan, prompts, run_id, plan_desk_of(launch)
-        )
+        self._control = control_of(launch, prompts, run_id)
         self._control.attempts_before = last_attempt(launch.directory.metrics)
         self._memory = RunMemory(launch.directory, run_id)
         if launch.memory is not None:
@@ -169,6 +188,7 @@ class Run:
         )
         builder = self._builder(spawner)
         fleet, gang = builder.fleet(self._served_directory), builder.gang()
+        children = Children(fleet, gang, builder.replicas())
         adopt = await self._take_over(fleet, logs, kernel)
         forecaster = builder.forecaster()
         self._replans = replans = self._replan_desk(forecaster)
@@ -190,13 +210,12 @@ class Run:
                 if port is not None:
                     _log.info("api_listens", host=self._config.api.api_host, port=port)
                 self._start_rim(tasks, notifier, operator)
-                tasks.start_soon(self._hear_signals, fleet, gang)
-                fleet.start(tasks, adopt)
-                tasks.start_soon(gang.run)
-                await self._work(builder, fleet, gang, forecaster, replans)
+                tasks.start_soon(self._hear_signals, children)
+                children.start(tasks, adopt)
+                await self._work(builder, children, forecaster, replans)
                 self._display.show(operator.progress())
                 notifier.stopping("ending children")
-                await self._end_children(fleet, gang)
+                await self._end_children(children)
                 tasks.cancel_scope.cancel()
         finally:
             self._memory.save()
@@ -231,12 +250,12 @@ class Run:
     async def _work(
         self,
         builder: Builder,
-        fleet: Fleet,
-        gang: Gang,
+        children: Children,
         forecaster: Forecaster,
         replans: ReplanDesk,
     ) -> None:
         """Until the end of the loop; rollouts and effects end here."""
+        fleet, gang = children.fleet, children.gang
         pool = builder.reward_pool()
         runner = builder.runner(self._prompts.dataset, fleet, pool)
         # Without data for evaluations nothing is ever started on it.
@@ -249,6 +268,7 @@ class Run:
                 builder.terms(),
                 Ports(
                     ranks=mail,
+                    replicas=children.replicas,
                     trainer=TrainerPlace(builder, gang),
                     plans=PlanFiles(self._launch, self._memory, forecaster),
                     engines=fleet,
@@ -288,15 +308,15 @@ class Run:
             await executor.until_written()
             work.cancel_scope.cancel()
 
-    async def _end_children(self, fleet: Fleet, gang: Gang) -> None:
+    async def _end_children(self, children: Children) -> None:
         """End every child; what is still said about them is noted and decides nothing."""
-        gang.stop()
-        fleet.stop()
+        children.stop()
         async with anyio.create_task_group() as listening:
             listening.start_soon(self._note_the_rest)
             async with anyio.create_task_group() as waiting:
-                waiting.start_soon(gang.until_down)
-                waiting.start_soon(fleet.until_down)
+                waiting.start_soon(children.gang.until_down)
+                waiting.start_soon(children.replicas.until_down)
+                waiting.start_soon(children.fleet.until_down)
             listening.cancel_scope.cancel()
 
     async def _note_the_rest(self) -> None:
@@ -376,7 +396,7 @@ class Run:
             ),
             control=self._control,
             inbox=self.inbox,
-            children=Children(engine=fleet.status_of, trainer=gang.status),
+            children=ChildStatuses(engine=fleet.status_of, trainer=gang.status),
             scheduler=self._scheduler,
             replans=replans,
         )
@@ -397,23 +417,22 @@ class Run:
 
     # Tasks at the rim
 
-    async def _hear_signals(self, fleet: Fleet, gang: Gang) -> None:
+    async def _hear_signals(self, children: Children) -> None:
         try:
             with anyio.open_signal_receiver(*STOP_SIGNALS) as signals:
                 async for number in signals:
-                    await self._on_signal(signal.Signals(number), fleet, gang)
+                    await self._on_signal(signal.Signals(number), children)
         finally:
             # All has ended or is ending; a late signal must not replace the exit code.
             for late in STOP_SIGNALS:
                 signal.signal(late, signal.SIG_IGN)
 
-    async def _on_signal(self, number: signal.Signals, fleet: Fleet, gang: Gang) -> None:
+    async def _on_signal(self, number: signal.Signals, children: Children) -> None:
         self._num_signals += 1
         _log.info("signal_received", signal=number.name, count=self._num_signals)
         if self._control.is_ending:
             # The deadlines of what is being ended are shortened.
-            gang.stop()
-            fleet.stop()
+            children.stop()
             return
         code = INTERRUPTED if number == signal.SIGINT else 0
         is_repeated = self._num_signals > 1

@@ -1,5 +1,6 @@
 """`libra-supervisor run`, `fork` and `eval`: one run in this process."""
 
+import gc
 import shutil
 import sys
 from argparse import Namespace
@@ -109,6 +110,9 @@ def _run(options: Namespace, *, begin: Callable[[Launch, Prompts], None]) -> int
                 prompts = open_prompts(launch.config)
             begin(launch, prompts)
             sys.stderr.write(f"run directory {directory.root}\n")
+            # What start-up made lives to the end: a full collection need not stop the loop for it.
+            gc.collect()
+            gc.freeze()
             outcome = anyio.run(
                 run_to_end, launch, prompts, display, backend_options={"use_uvloop": True}
             )

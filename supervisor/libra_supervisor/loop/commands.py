@@ -4,8 +4,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from libra.ids import GroupId, Incarnation, InstanceId, PolicyVersion
-from libra.planner.plan import InstancePlacement, Plan
+from libra.ids import GroupId, Incarnation, InstanceId, PolicyVersion, ReplicaId
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan
+from libra.pools.hybrid import BegunStep
 from libra.rollouts.group import AdmittedGroup, CompleteGroup
 from libra.rollouts.trajectory import Trajectory
 from libra.wire.instance import ReloadRequest
@@ -52,6 +53,40 @@ class SendBatch(msgspec.Struct, frozen=True, tag=True):
     attempt: int
     step: int
     groups: tuple[CompleteGroup, ...]
+    hybrids: BegunStep | None = None
+    """Replicas that have to do with the step."""
+
+    replica_data: int = 1
+    """Shards of each member."""
+
+
+class TakeSnapshot(msgspec.Struct, frozen=True, tag=True):
+    """Have the ranks write their state for replicas, as a checkpoint of `step` in `directory`."""
+
+    attempt: int
+    step: int
+    directory: str
+
+
+class DropSnapshot(msgspec.Struct, frozen=True, tag=True):
+    """Delete a snapshot that nobody loads any more."""
+
+    directory: str
+
+
+class StartReplica(msgspec.Struct, frozen=True, tag=True):
+    placement: HybridPlacement
+
+
+class StopReplica(msgspec.Struct, frozen=True, tag=True):
+    replica_id: ReplicaId
+
+
+class TellReplica(msgspec.Struct, frozen=True, tag=True):
+    """Say the same to every rank of a replica, in order with its batches."""
+
+    replica_id: ReplicaId
+    command: RankCommand
 
 
 class SaveRun(msgspec.Struct, frozen=True, tag=True):
@@ -275,6 +310,11 @@ Command: TypeAlias = (
     | TellRanks
     | TellRankZero
     | SendBatch
+    | TakeSnapshot
+    | DropSnapshot
+    | StartReplica
+    | StopReplica
+    | TellReplica
     | SaveRun
     | SendReload
     | AskInstance

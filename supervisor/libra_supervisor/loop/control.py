@@ -6,7 +6,15 @@ an event means is said by its family: `instance_life`, `gang_life`, `plan_life`,
 """
 
 from libra_supervisor import events
-from libra_supervisor.loop import commands, gang_life, instance_life, plan_life, requests, samples
+from libra_supervisor.loop import (
+    commands,
+    gang_life,
+    hybrid_life,
+    instance_life,
+    plan_life,
+    requests,
+    samples,
+)
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.progress import proceed
@@ -62,6 +70,8 @@ class Control(RunState):
                 | events.HybridLeft()
             ):
                 return plan_life.on_plan(self, event, at)
+            case events.ReplicaReady() | events.ReplicaSaid() | events.ReplicaDown():
+                return hybrid_life.on_replica(self, event, at)
             case events.InstanceDrained() | events.InstanceWarmed() | events.InstanceRetired():
                 return plan_life.on_instance(self, event, at)
             case (

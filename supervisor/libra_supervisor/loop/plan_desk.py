@@ -1,6 +1,6 @@
 """The plan in force, and the change that is under way, if any. Pure."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, get_args
 
 import msgspec
 
@@ -10,16 +10,21 @@ from libra.errors import InvariantError
 from libra.ids import NodeRank, ReplicaId
 from libra.planner.applied import planned_config
 from libra.planner.matching import next_number_after
-from libra.planner.plan import HybridPlacement, InstancePlacement, Plan
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, with_hybrids_in_core
 from libra.pools.change_policy import Policy, matched_by
 from libra.pools.ground import Ground, Server, Slot, Stage, plan_on
 from libra.pools.member import MemberState
 from libra.pools.pool import RolloutPool
+from libra.pools.transition import PHASE_OF
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.plan_memory import PlanMemory
+from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRecord
 
 if TYPE_CHECKING:
     from libra.pools.reconfiguration import Order, Reconfiguration
+
+
+STALLED: Final = "stalled"
 
 
 class HybridPort(Protocol):
@@ -57,6 +62,12 @@ class PlanDesk:
 
         self.started_with = plan
         self._config = config
+        self.num_by_outcome: dict[str, int] = dict.fromkeys(get_args(Outcome), 0)
+        """Of changes, refused ones included, since this supervisor began."""
+
+        self.seconds_by_phase: dict[str, float] = dict.fromkeys((*PHASE_OF.values(), STALLED), 0.0)
+        """What they took; `stalled` is how long the trainer stood still for them."""
+
         self._next_number = next_number_after(plan)
         self.lost: frozenset[Slot] = frozenset()
         self._kept = memory
@@ -70,6 +81,11 @@ class PlanDesk:
     @property
     def is_busy(self) -> bool:
         return self.change is not None or self.interrupted is not None
+
+    def as_carried_out(self, wanted: Plan) -> Plan:
+        """`wanted`, its replicas in the core where they have no lanes of their own."""
+        has_lanes = self._config.global_resource_planner.decouple_communication_domains
+        return wanted if has_lanes or not wanted.hybrids else with_hybrids_in_core(wanted)
 
     def match(self, wanted: Plan) -> Plan:
         """`wanted` in terms of the plan in force; its new ids are used up."""
@@ -114,6 +130,13 @@ class PlanDesk:
         if self.change is None:
             raise InvariantError("the gang is to be started anew without a change of the plan")
         return plan_on(self.change.ground, self.plan)
+
+    def count(self, record: ReconfigurationRecord) -> None:
+        """Add a change that has ended to the figures."""
+        self.num_by_outcome[record.outcome] += 1
+        self.seconds_by_phase[STALLED] += record.stalled_s
+        for phase, spent_s in record.phases.items():
+            self.seconds_by_phase[phase] += spent_s
 
     def memory_if_changed(self) -> PlanMemory | None:
         """What has to be written down now; None when that is so already."""

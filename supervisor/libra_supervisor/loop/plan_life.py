@@ -125,9 +125,10 @@ def _on_wanted(
     state: RunState, event: events.ReconfigurationWanted, at: Moment
 ) -> tuple[Command, ...]:
     plans = state.plans
-    if why := _why_not_now(state) or plans.why_not(event.plan):
+    plan = plans.as_carried_out(event.plan)
+    if why := _why_not_now(state) or plans.why_not(plan):
         return _refused(state, event, Refusal(why), at)
-    wanted = plans.match(event.plan)
+    wanted = plans.match(plan)
     if wanted == plans.plan:
         return _refused(state, event, Refusal("this plan is in force already"), at)
     members = tuple(Hybrid(it, is_member=True) for it in plans.plan.hybrids)
@@ -347,14 +348,14 @@ def _ended(
         for it in state.pool.members
         if it.state is MemberState.GONE
     )
-    return (*given_up, commands.WritePlan(result.plan), *_told(record))
+    return (*given_up, commands.WritePlan(result.plan), *_told(state, record))
 
 
 def _refused(
     state: RunState, event: events.ReconfigurationWanted, refusal: Refusal, at: Moment
 ) -> tuple[Command, ...]:
     record = _record(state, event.decision_id, "refused", refusal.reason, at)
-    return _told(msgspec.structs.replace(record, transitions=refusal.transitions))
+    return _told(state, msgspec.structs.replace(record, transitions=refusal.transitions))
 
 
 def _record(
@@ -375,7 +376,8 @@ def _record(
     )
 
 
-def _told(record: ReconfigurationRecord) -> tuple[Command, ...]:
+def _told(state: RunState, record: ReconfigurationRecord) -> tuple[Command, ...]:
+    state.plans.count(record)
     ended = events.ReconfigurationEnded(
         decision_id=record.decision_id,
         outcome=record.outcome,

@@ -3,7 +3,7 @@
 from libra.ids import PolicyVersion
 from libra.pools.member import MemberState
 from libra.rollouts.group import CompleteGroup
-from libra_supervisor.loop import commands
+from libra_supervisor.loop import commands, hybrid_life
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.cycle import Phase
 from libra_supervisor.loop.moment import Moment
@@ -18,6 +18,7 @@ def proceed(state: RunState, at: Moment) -> tuple[Command, ...]:
         *_finish_publication(state, at),
         *_finish_evaluation(state, at),
         *state.publication.catch_up(at=at, held=state.cycle.held_version),
+        *hybrid_life.between_steps(state, at),
         *_take_batch(state, at),
         *_publish_when_nobody_serves(state, at),
         *_admit(state, at),
@@ -33,10 +34,18 @@ def _begin_when_ready(state: RunState, at: Moment) -> tuple[Command, ...]:
     num_gpus = sum(state.pool[i].num_gpus for i in state.pool.answering_ids)
     if not state.pool.is_settled or num_gpus < state.policy.min_rollout_gpus:
         return ()
+    asked: tuple[Command, ...] = ()
     if not state.policy.publishes:
         state.publication.keep_base(PolicyVersion(0))
+        # They answered before there was a version that could be served.
+        members = [state.pool[instance_id] for instance_id in state.pool.answering_ids]
+        asked = tuple(
+            commands.AskInstance(it.instance_id, it.incarnation)
+            for it in members
+            if it.incarnation is not None
+        )
     begun = state.cycle.on_parts_ready(restored_step=state.ready_step, now=at.now)
-    return state.follow(begun, at)
+    return (*asked, *state.follow(begun, at))
 
 
 def _finish_publication(state: RunState, at: Moment) -> tuple[Command, ...]:
@@ -89,7 +98,7 @@ def train_on(state: RunState, groups: tuple[CompleteGroup, ...], at: Moment) -> 
     state.collection.end()
     state.book.on_batch_taken(step, groups, trainer_version, at)
     return (
-        commands.SendBatch(state.attempt, step, groups),
+        *hybrid_life.step_begins(state, step, groups, at),
         *state.follow(state.cycle.on_batch_taken(step), at),
     )
 

@@ -5,7 +5,7 @@ from typing import assert_never
 from libra.ids import InstanceId
 from libra.pools.member import MemberState
 from libra_supervisor import events
-from libra_supervisor.loop import commands, plan_life
+from libra_supervisor.loop import commands, hybrid_life, plan_life
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.late_batch import on_collection_tick
 from libra_supervisor.loop.moment import Moment
@@ -48,6 +48,7 @@ def on_outside(
                 *state.desk.on_tick(now=at.now),
                 *state.publication.on_tick(at=at),
                 *plan_life.on_tick(state, at),
+                *hybrid_life.on_tick(state, at),
                 *on_collection_tick(state, at),
                 *state.follow(state.cycle.on_tick(now=at.now), at),
             )

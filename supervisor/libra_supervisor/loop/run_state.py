@@ -10,6 +10,7 @@ from libra_supervisor.loop.collection import Collection, CollectionTerms
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.cycle import Cycle, Phase
 from libra_supervisor.loop.evaluator import Evaluator
+from libra_supervisor.loop.hybrid_desk import HybridDesk
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.plan_desk import PlanDesk
 from libra_supervisor.loop.probe_gate import ProbeGate
@@ -47,6 +48,7 @@ class RunState:
         evaluator: Evaluator,
         policy: Policy,
         plans: PlanDesk,
+        hybrids: HybridDesk | None = None,
     ) -> None:
         self.cycle = cycle_machine
         self.pool = pool
@@ -54,6 +56,9 @@ class RunState:
         self.publication = publication
         self.evaluator = evaluator
         self.plans = plans
+        self.hybrids = hybrids
+        """None in a run that cannot have hybrid replicas."""
+
         self.book = StepBook()
         self.attempt = 0
         self.attempts_before = 0

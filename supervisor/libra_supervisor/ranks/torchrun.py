@@ -44,6 +44,15 @@ class GangSite(msgspec.Struct, frozen=True, kw_only=True):
 
     launcher: tuple[str, ...] = (sys.executable, "-m", "torch.distributed.run")
     program: tuple[str, ...] = ("-m", "libra.trainer")
+    child_id: ChildId = TRAINER_ID
+    arguments: tuple[str, ...] = ()
+    """For the program, after the ones that every gang has."""
+
+    is_restarted: bool = True
+    """False: the first loss is the last."""
+
+    socket_directory: Path | None = None
+    """Where its ranks' socket lives; None: the run's directory, which is the core's."""
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +74,7 @@ def attempt_spec(site: GangSite, attempt: Attempt) -> ProcessSpec:
     directory = site.directory
     restore = () if attempt.restore is None else ("--restore", str(attempt.restore))
     return ProcessSpec(
-        child_id=TRAINER_ID,
+        child_id=site.child_id,
         run_id=site.run_id,
         argv=(
             *_torchrun(site, attempt),
@@ -75,10 +84,11 @@ def attempt_spec(site: GangSite, attempt: Attempt) -> ProcessSpec:
             "--run-dir",
             str(directory.root),
             *restore,
+            *site.arguments,
         ),
         env=_environment(site, attempt),
         cwd=str(directory.root),
-        log_path=str(directory.log_of(TRAINER_ID)),
+        log_path=str(directory.log_of(site.child_id)),
         limits=Limits(cpu_cores=site.cpu_cores),
         # Nobody adopts a torchrun: without its supervisor it must not go on.
         is_bound_to_supervisor=True,

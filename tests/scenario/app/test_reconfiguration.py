@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from fake_runs import read_lines
-from libra.ids import InstanceId, SlotId
-from libra.planner.plan import InstancePlacement, Plan
+from libra.ids import InstanceId, ReplicaId, SlotId
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan
 from wanted_plans import changes_in, plan_in, want
 
 pytestmark = pytest.mark.timeout(180)
@@ -148,3 +148,85 @@ def test_a_change_cut_off_by_the_end_of_the_supervisor_is_made_to_its_end_by_the
 def state_bytes(run) -> bytes:
     """Without spaces; empty of plans until the first is remembered."""
     return (run.run_dir / "state.json").read_bytes().replace(b" ", b"")
+
+
+def test_prewarmed_servers_wait_for_their_devices_until_those_are_free(fake_run):
+    run = elastic(fake_run, runtime_rollout_reconfigure_strategy="prewarm")
+    plan = plan_in(run.run_dir)
+    wide = InstancePlacement(instance_id=InstanceId("x"), tp=2, slots=(SlotId(0), SlotId(1)))
+    want(run.run_dir, with_instances(plan, 0), decision_id=1)
+    assert ended(run, 1).outcome == "done"
+    # Both slots would be needed at once, and one instance has to serve.
+    want(run.run_dir, msgspec.structs.replace(plan, instances=(wide,)), decision_id=2)
+    refused = ended(run, 2)
+    assert refused.outcome == "refused"
+    assert "cannot go: 1 GPUs serve, and 1 have to" in refused.reason
+    want(run.run_dir, with_instances(plan, 0, 1), decision_id=3)
+    done = ended(run, 3)
+    assert done.transitions[:3] == (
+        "warm up vllm-3 (TP 1, slots 1)",
+        "wait until vllm-3 needs a device",
+        "start vllm-3 (TP 1, slots 1)",
+    )
+    assert done.outcome == "done"
+    [warmed] = run.journal("InstanceWarmed")
+    assert warmed["instance_id"] == "vllm-3"
+    assert list((run.run_dir / "prewarm").iterdir()) == []
+    run.until_step(max(run.steps()) + 2)
+    assert set(servers(run)) == {"vllm-0", "vllm-3"}
+
+
+def test_what_is_in_flight_is_given_back_where_nobody_waits_for_it(fake_run):
+    run = elastic(fake_run, runtime_drain_before_reconfigure=False)
+    plan = plan_in(run.run_dir)
+    want(run.run_dir, with_instances(plan, 0), decision_id=1)
+    done = ended(run, 1)
+    assert done.transitions == ("take back what is in flight at vllm-1", "stop vllm-1")
+    run.until_step(max(run.steps()) + 2)
+    assert no_sample_failed(run)
+    assert in_order(run.steps())
+
+
+def test_a_server_that_does_not_come_up_is_given_up_in_time_and_the_plan_before_serves(fake_run):
+    run = fake_run(global_resource_planner={**ELASTIC, "runtime_reconfigure_timeout_s": 6.0})
+    run.env["FAKE_SERVER"] = '{"start_s": 0.0, "slow": {"vllm-2": 600}}'
+    run.start()
+    run.until_step(2)
+    plan = plan_in(run.run_dir)
+    want(run.run_dir, with_instances(plan, 0), decision_id=1)
+    assert ended(run, 1).outcome == "done"
+    want(run.run_dir, with_instances(plan, 0, 1), decision_id=2)
+    back = ended(run, 2)
+    assert back.outcome == "rolled_back"
+    assert back.reason == "wait until vllm-2 serves: not over within 6 s"
+    assert set(servers(run)) == {"vllm-0"}
+    step = max(run.steps())
+    run.until_step(step + 2)
+    # The name is used up.
+    want(run.run_dir, with_instances(plan, 0, 1), decision_id=3)
+    again = ended(run, 3)
+    assert (again.outcome, again.started) == ("done", ("vllm-3",))
+
+
+def test_without_lanes_of_their_own_replicas_are_ranks_of_a_gang_that_starts_anew(fake_run):
+    run = fake_run(
+        train_gpus=1,
+        global_resource_planner={**ELASTIC, "decouple_communication_domains": False},
+    )
+    run.start()
+    run.until_step(2)
+    plan = plan_in(run.run_dir)
+    replica = HybridPlacement(replica_id=ReplicaId("any"), slots=(SlotId(1),))
+    lent = msgspec.structs.replace(with_instances(plan, 0), hybrids=(replica,))
+    want(run.run_dir, lent, decision_id=1)
+    there = ended(run, 1)
+    assert there.outcome == "done", there
+    assert "reshape" in there.phases
+    found = plan_in(run.run_dir)
+    assert (found.train.dp, found.train.slots, found.hybrids) == (2, (2, 1), ())
+    run.until_step(max(run.steps()) + 2)
+    want(run.run_dir, plan, decision_id=2)
+    assert ended(run, 2).outcome == "done"
+    assert plan_in(run.run_dir).train == plan.train
+    run.until_step(max(run.steps()) + 1)
+    assert in_order(run.steps())
