@@ -129,7 +129,8 @@ def test_plan_only_writes_the_training_change_down_and_makes_none():
     run = begun(WRITES, runtime_reconfigure_training=True, runtime_training_pool_plan_only=True)
     verdict = asked(run)
     assert isinstance(verdict, Keep)
-    assert "only written down, since runtime_training_pool_plan_only is true" in verdict.reason
+    assert "runtime_training_pool_plan_only is true, and worth it: " in verdict.reason
+    assert verdict.is_recorded
     assert plan_in_words(verdict.candidate) in verdict.reason
     assert verdict.candidate.train != run.plan.train
     assert verdict.numbers["recorded_earned_s"] > verdict.numbers["recorded_price_s"]

@@ -189,6 +189,19 @@ async def test_a_kind_that_was_refused_is_left_out():
         assert reply.details["verdict"] == "keep"
 
 
+async def test_a_change_that_is_only_written_down_is_wanted_once_so_that_its_way_is_written_too():
+    async with bench(runtime_training_pool_plan_only=True) as made:
+        wanted = await until_wanted(made)
+        assert made.written[-1].verdict == "keep"
+        assert wanted.decision_id == made.written[-1].decision_id
+        made.desk.on_event(ReconfigurationEnded(wanted.decision_id, "refused", 0.0, {}, "only"))
+        num_written = len(made.written)
+        for _ in range(12):
+            made.end_step(WRITES)
+        await settled(made, num_written + 1)
+        assert len(made.posted) == 1
+
+
 async def test_what_the_changing_part_would_refuse_is_no_candidate():
     async with bench(runtime_cluster_swap_enabled=False) as made:
         for _ in range(6):
