@@ -89,6 +89,22 @@ class Batch(msgspec.Struct, frozen=True):
     """From the first request to the committed record, all threads."""
 
 
+class NoReplicas:
+    """No plan has a hybrid replica."""
+
+    def start(self, placement: object) -> None:
+        raise AssertionError(f"{placement} is to be started")
+
+    def stop(self, replica_id: object) -> None:
+        raise AssertionError(f"{replica_id} is to be stopped")
+
+    def tell(self, replica_id: object, command: object) -> None:
+        raise AssertionError(f"{replica_id} is told {command}")
+
+    def train(self, replica_id: object, command: object, shards: object) -> None:
+        raise AssertionError(f"{replica_id} is to train {command} on {shards}")
+
+
 class NoPlans:
     """The plan stays as it is."""
 
@@ -172,6 +188,7 @@ class Bed:
                 ),
                 Ports(
                     ranks=PlayedRanks(self, tasks),
+                    replicas=NoReplicas(),
                     trainer=NoPlans(),
                     plans=NoPlans(),
                     engines=engines,
