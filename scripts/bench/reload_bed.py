@@ -35,6 +35,7 @@ from libra.wire.rank import (
     SaveCheckpoint,
     SendWeights,
     StepTrained,
+    TrainStep,
     WeightsExported,
     WeightsOffered,
     WeightsSent,
@@ -249,9 +250,9 @@ class PlayedRanks:
     def tell_rank_zero(self, attempt: int, command: RankCommand) -> None:
         self._tasks.start_soon(self._answer, attempt, command)
 
-    def train(self, attempt: int, step: int, shards: object) -> None:
+    def train(self, attempt: int, command: TrainStep, shards: object) -> None:
         del shards
-        said = RankSaid(attempt, StepTrained(0, step, METRICS))
+        said = RankSaid(attempt, StepTrained(0, command.step, METRICS))
         self._tasks.start_soon(self._bed.inbox.post, said)
 
     async def _answer(self, attempt: int, command: RankCommand) -> None:
