@@ -193,8 +193,9 @@ class Run:
         children = Children(fleet, gang, builder.replicas())
         adopt = await self._take_over(fleet, logs, kernel)
         forecaster = builder.forecaster()
+        self._probe_judge = ProbeJudge(self._launch, learn=forecaster.learn)
         self._replans = replans = self._replan_desk(forecaster)
-        operator = self._operator(fleet, gang, forecaster, replans)
+        operator = self._operator(children, forecaster, replans)
         notifier = Notifier.from_environment(self._launch.environ)
         try:
             async with (
@@ -384,7 +385,7 @@ class Run:
         )
 
     def _operator(
-        self, fleet: Fleet, gang: Gang, forecaster: Forecaster, replans: ReplanDesk
+        self, children: Children, forecaster: Forecaster, replans: ReplanDesk
     ) -> Operator:
         operator = Operator(
             Facts(
@@ -398,7 +399,11 @@ class Run:
             ),
             control=self._control,
             inbox=self.inbox,
-            children=ChildStatuses(engine=fleet.status_of, trainer=gang.status),
+            children=ChildStatuses(
+                engine=children.fleet.status_of,
+                trainer=children.gang.status,
+                replicas=children.replicas.statuses,
+            ),
             scheduler=self._scheduler,
             replans=replans,
         )
