@@ -2,13 +2,24 @@
 
 from random import Random
 
+import msgspec
 import pytest
 
+from control_world import plan_of
 from hybrid_world import HybridWorld
+from libra.config.model import ModelConfig
+from libra.config.planning import PlannerConfig
+from libra.config.run import RunConfig
+from libra.config.training import TrainingConfig
+from libra.errors import InvariantError
+from libra.ids import InstanceId, ReplicaId, SlotId
+from libra.planner.plan import HybridPlacement
+from libra.pools.change_policy import policy_of
 from libra.pools.hybrid import HybridState
 from libra.wire.hybrid import LaneAddress, LaneOpened
 from libra_supervisor import events
 from libra_supervisor.loop import commands
+from libra_supervisor.loop.plan_desk import PlanDesk
 
 
 def run_on(world, rng, condition, *, most=4000):
@@ -102,6 +113,18 @@ def test_a_lost_core_takes_its_replicas_with_it_and_new_ones_join_the_next():
     assert world.lanes_attempt == world.attempt == 2
 
 
+def test_the_loss_of_a_replica_of_the_plan_is_said_once():
+    world, rng = booted(), Random(3)
+    name = world.attach()
+    plans = world.control.plans
+    placement = world.replicas[name].placement
+    plans.plan = msgspec.structs.replace(plans.plan, hybrids=(placement,))
+    world.kill(name)
+    run_on(world, rng, lambda: not plans.plan.hybrids)
+    assert world.news == [("hybrid_lost", name)]
+    assert world.plan_in_force.hybrids == ()
+
+
 def test_no_snapshot_is_asked_for_before_the_core_is_where_the_run_goes_on():
     world, rng = booted(), Random(5)
     name = world.attach()
@@ -119,6 +142,31 @@ def test_a_replica_of_another_size_is_a_bug():
     placement = world.replicas["hybrid-0"].placement
     with pytest.raises(Exception, match="has 1 slots, a replica has 2 ranks"):
         world.hybrids.attach(type(placement)(replica_id="x", slots=placement.slots[:1]))
+
+
+def test_replicas_are_as_large_as_the_core_that_is_there():
+    options = {
+        "runtime_dynamic_reconfiguration_enabled": True,
+        "runtime_reconfigure_training": True,
+    }
+    policy = policy_of(msgspec.convert(options, PlannerConfig), num_slots=6)
+    config = RunConfig(
+        model=ModelConfig(model_path="m"),
+        training=TrainingConfig(batch_size=4, micro_batch_size=1),
+    )
+    before = plan_of([InstanceId("vllm-0"), InstanceId("vllm-1")])
+    world, rng = booted(plans=PlanDesk(before, policy, config=config), total_steps=30), Random(3)
+    run_on(world, rng, lambda: world.trained)
+    four = tuple(map(SlotId, (2, 3, 4, 5)))
+    core = msgspec.structs.replace(before.train, tp=4, slots=four)
+    wanted = msgspec.structs.replace(before, train=core)
+    world.post(events.ReconfigurationWanted(1, wanted, "test"))
+    run_on(world, rng, lambda: world.reconfigurations)
+    assert world.reconfigurations[0].record.outcome == "done"
+    replica = HybridPlacement(replica_id=ReplicaId("hybrid-9"), slots=four)
+    assert world.hybrids.attach(replica) == (commands.StartReplica(replica),)
+    with pytest.raises(InvariantError, match="a replica has 4 ranks"):
+        world.attach()
 
 
 def test_in_mode_none_servers_that_answered_before_the_trainer_are_routed_to():

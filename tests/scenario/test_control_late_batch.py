@@ -2,9 +2,12 @@
 
 from random import Random
 
+import msgspec
 import pytest
 
 from control_world import RandomWorld
+from libra.ids import ReplicaId, SlotId
+from libra.planner.plan import HybridPlacement
 from libra.rollouts.evaluation import is_evaluated
 from libra_supervisor import events
 from libra_supervisor.loop.collection import CollectionTerms
@@ -92,6 +95,22 @@ def test_a_part_that_does_not_divide_over_the_ranks_is_not_trained_on():
     pass_time(world, TIMEOUT_S)
     assert world.ended.exit_code == 4
     assert "not even a part of the batch" in world.ended.reason
+
+
+def test_a_part_has_to_divide_over_the_core_and_need_not_over_its_replicas():
+    world = stuck_world(("p0",), allows_partial=True)
+    plans = world.control.plans
+    # Two ranks and a replica: shards of a replica may be smaller, those of the core may not.
+    plans.plan = msgspec.structs.replace(
+        plans.plan,
+        train=msgspec.structs.replace(plans.plan.train, dp=2, slots=(SlotId(2), SlotId(3))),
+        hybrids=(HybridPlacement(replica_id=ReplicaId("hybrid-0"), slots=(SlotId(4),)),),
+    )
+    pass_time(world, TIMEOUT_S)
+    pass_time(world, TIMEOUT_S)
+    assert world.ended is None
+    assert [step for _, step, _ in world.trained] == [1]
+    assert world.control.desk.counts.written_off == 2
 
 
 @pytest.mark.parametrize("allows_partial", [False, True])

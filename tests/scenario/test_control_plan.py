@@ -15,6 +15,7 @@ from libra.config.training import TrainingConfig
 from libra.ids import InstanceId, ReplicaId, SlotId
 from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, TrainPlacement
 from libra.pools.change_policy import policy_of
+from libra.pools.member import MemberState
 from libra.pools.reconfiguration import Order
 from libra_supervisor import events
 from libra_supervisor.app.operator import waiting_for
@@ -217,6 +218,24 @@ def test_instances_that_are_loading_weights_count_as_serving_and_leave_in_waves(
     [record] = records(world)
     assert record.outcome == "done"
     assert record.transitions[:2] == ("drain vllm-0", "stop vllm-0")
+
+
+def test_what_an_operator_drains_in_the_middle_does_not_count_as_serving():
+    world, rng = elastic(), Random(5)
+    until(world, rng, a_step_is_trained)
+    coming = InstancePlacement(instance_id=InstanceId("x-3"), tp=2, slots=(SlotId(3), SlotId(4)))
+    wanted = msgspec.structs.replace(plan([2], [0]), instances=(plan_of(IDS).instances[0], coming))
+    # All of the plan has to serve before vllm-1 may go.
+    plans = world.control.plans
+    plans.policy = msgspec.structs.replace(plans.policy, min_rollout_gpus=3)
+    want(world, wanted)
+    world.post(events.DrainRequested(IDS[0], drain=True))
+    until(world, rng, lambda w: w.control.pool[InstanceId("vllm-2")].state is MemberState.SERVING)
+    assert "wait until vllm-0 serves" in waiting_for(world.control)
+    assert world.control.pool[IDS[1]].state is MemberState.SERVING
+    world.post(events.DrainRequested(IDS[0], drain=False))
+    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    assert records(world)[0].outcome == "done"
 
 
 def test_only_one_change_at_a_time_and_none_before_a_version_is_served():

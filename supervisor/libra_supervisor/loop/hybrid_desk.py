@@ -13,7 +13,7 @@ import msgspec
 
 from libra.errors import InvariantError
 from libra.ids import ReplicaId, RunId
-from libra.planner.plan import HybridPlacement
+from libra.planner.plan import HybridPlacement, TrainPlacement
 from libra.pools import hybrid
 from libra.pools.hybrid import BegunStep, HybridPool, HybridState
 from libra.rollouts.batch import BatchShape
@@ -111,6 +111,13 @@ class HybridDesk:
         self._lanes.clear()
         self._joins.clear()
         return self._carried_out(self.pool.on_core_lost())
+
+    def on_core_reshaped(self, core: TrainPlacement) -> None:
+        """From now on replicas are copies of a core of another layout. None is there now."""
+        grid = core.tp * core.pp * core.cp
+        self.terms = msgspec.structs.replace(
+            self.terms, replica_size=grid * core.ep, replica_data=core.ep
+        )
 
     def on_core_ready(self) -> None:
         self._is_core_ready = True

@@ -42,10 +42,12 @@ def on_collection_tick(state: RunState, at: Moment) -> tuple[Command, ...]:
 
 
 def _multiple(state: RunState) -> int:
-    """Trajectories have to divide over the replicas and into micro-batches."""
-    plan = state.plans.plan
-    rows = plan.train.micro_batch_size or state.collection.terms.micro_batch_size
-    return (plan.train.dp + len(plan.hybrids)) * rows
+    """Trajectories have to divide over the core's ranks and into micro-batches.
+
+    With hybrid replicas shards are uneven anyhow.
+    """
+    train = state.plans.plan.train
+    return train.dp * (train.micro_batch_size or state.collection.terms.micro_batch_size)
 
 
 def _missing(state: RunState, at: Moment) -> tuple[str, commands.SayMissing]:

@@ -26,6 +26,8 @@ _LOST = frozenset(
         MemberState.RESTARTING,
         MemberState.QUARANTINED,
         MemberState.STALE,
+        # By an operator. One that the change itself drains does not count as serving anyhow.
+        MemberState.DRAINING,
     }
 )
 
@@ -319,9 +321,7 @@ def _on_hybrid_lost(state: RunState, event: events.HybridLost) -> tuple[Command,
     if kept == plans.plan.hybrids:
         return ()
     plans.plan = msgspec.structs.replace(plans.plan, hybrids=kept)
-    fields: dict[str, object] = {"replica": event.replica_id, "why": event.why}
-    said = commands.Say("hybrid_lost", fields, is_warning=True)
-    return (said, commands.WritePlan(plans.plan))
+    return (commands.WritePlan(plans.plan),)
 
 
 def _beyond(plan: Plan, other: Plan) -> tuple[InstanceId, ...]:

@@ -61,8 +61,10 @@ def orders_for(  # noqa: C901, PLR0911, PLR0912 - a table
         case ReleaseStep():
             state.cycle.release()
             return ()
-        case ReshapeTraining():
+        case ReshapeTraining(placement):
             state.ready_step = None
+            if state.hybrids is not None:
+                state.hybrids.on_core_reshaped(placement)
             return state.follow(state.cycle.on_reshape_wanted(), at)
         case AttachHybrid(placements):
             port = state.plans.hybrids
