@@ -221,6 +221,27 @@ def test_the_cooldown_holds_back_but_not_an_operator():
     assert isinstance(asked(run), Switch)
 
 
+def test_reasons_that_arise_in_the_cooldown_wait_for_its_end():
+    run = begun(WRITES, runtime_reconfigure_training=True)
+    run.fails = True
+    asked(run)
+    run.run(WRITES, 1)
+    while not run.replanner.due(run.now + 1e6):
+        run.run(WRITES, 1)
+    ended_at = run.now
+    assert not run.replanner.due(ended_at - 1e6)
+    assert run.replanner.due(ended_at + 1e6)
+
+
+def test_only_steps_of_the_plan_in_force_are_held_against_the_model():
+    run = begun(WRITES, runtime_reconfigure_training=True)
+    assert asked(run).kind == "reshape"
+    run.run(WRITES, 2)
+    assert run.replanner.question(run.plan, run.now, 100.0).times is None
+    run.run(WRITES, 1)
+    assert run.replanner.question(run.plan, run.now, 100.0).times.num_steps == 1
+
+
 def test_while_a_change_is_made_nothing_is_due():
     run = begun(WRITES, runtime_reconfigure_training=True)
     verdict = run.replanner.decide(run.plan, run.now, 100.0, is_asked=True)

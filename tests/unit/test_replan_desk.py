@@ -163,6 +163,26 @@ async def test_while_a_change_is_under_way_nothing_is_decided_but_a_dry_run_answ
         assert len(made.posted) == 1
 
 
+class BeganMeanwhile(PlanDesk):
+    """Another change begins while the search asks what is possible."""
+
+    def why_not(self, _wanted):
+        self.change = object()
+        return ""
+
+
+async def test_a_change_that_began_during_the_search_makes_of_it_a_dry_run():
+    async with bench() as made:
+        old = made.control.plans
+        made.control.plans = BeganMeanwhile(old.plan, old.policy, config=made.config)
+        for _ in range(6):
+            made.end_step(WRITES)
+        reply = await made.desk.ask(is_dry_run=False)
+        assert reply.details["verdict"] == "switch"
+        assert reply.details["is_dry_run"]
+        assert made.posted == []
+
+
 async def test_how_changes_end_is_counted_and_the_desk_looks_again_after_the_cooldown():
     async with bench(runtime_replan_cooldown_s=0.001) as made:
         wanted = await until_wanted(made)
