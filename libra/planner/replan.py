@@ -7,7 +7,7 @@ go on. Nothing is changed here; who acts on a Switch tells how it went.
 
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -21,6 +21,9 @@ from libra.planner.replan_costs import SwitchAccount, SwitchCost, SwitchCosts, S
 from libra.planner.replan_observed import ObservationWindow, StepObserved, StepTimes
 from libra.planner.replan_rule import Worth, model_error, worth
 from libra.planner.replan_triggers import Triggers
+
+if TYPE_CHECKING:
+    from libra.planner.placement import Slot
 
 _KINDS: tuple[SwitchKind, ...] = ("rollout", "to_training", "to_rollout", "reshape")
 _LEFT_OUT_SHOWN = 2
@@ -94,8 +97,10 @@ class Replanner:
         self.book = book
         """Set it to what has been learned since."""
 
-        self.num_gpus = num_gpus
-        """Set it when slots are lost."""
+        self.lost: frozenset[Slot] = frozenset()
+        """Slots of processes that do not end; set it when there are more."""
+
+        self._num_gpus = num_gpus
 
         self._config = config
         self._refused: frozenset[SwitchKind] = frozenset()
@@ -188,7 +193,7 @@ class Replanner:
         return Question(
             config=self._config,
             plan=plan,
-            bounds=bounds_of(self._config, num_gpus=self.num_gpus),
+            bounds=bounds_of(self._config, num_gpus=self._num_gpus, lost=self.lost),
             refused=self._refused,
             why_not=why_not,
             book=self.book,

@@ -17,6 +17,7 @@ from libra.planner.calibration import Calibration
 from libra.planner.cost_models import CostModels, cost_models
 from libra.planner.demand import Demand
 from libra.planner.pace import step_seconds
+from libra.planner.placement import Slot
 from libra.planner.plan import Plan
 from libra.planner.pricing import estimate_of, layout_of, pace_terms, train_work
 from libra.planner.pruning import PruneLog
@@ -54,8 +55,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.min_rollout_gpus, borrowed)
 
 
-def bounds_of(config: RunConfig, *, num_gpus: int) -> Bounds:
-    """`num_gpus`: slots of the run, idle ones included."""
+def bounds_of(config: RunConfig, *, num_gpus: int, lost: frozenset[Slot] = frozenset()) -> Bounds:
+    """`num_gpus`: slots of the run, idle and lost ones included."""
     planner, hardware = config.global_resource_planner, config.hardware
     training: TrainingChanges = "none"
     if planner.runtime_training_pool_plan_only:
@@ -64,7 +65,7 @@ def bounds_of(config: RunConfig, *, num_gpus: int) -> Bounds:
         training = "made"
     per_node = hardware.gpus_per_node if hardware is not None else num_gpus
     return Bounds(
-        room=Room(num_gpus=num_gpus, gpus_per_node=per_node),
+        room=Room(num_gpus=num_gpus - len(lost), gpus_per_node=per_node, lost=lost),
         changes_rollout=planner.runtime_manage_rollout_processes,
         training=training,
         min_rollout_gpus=planner.min_rollout_gpus,

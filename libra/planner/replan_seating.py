@@ -6,6 +6,7 @@ from itertools import count
 import msgspec
 
 from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
+from libra.planner.matching import slots_of
 from libra.planner.placement import Slot
 from libra.planner.plan import HybridPlacement, InstancePlacement, Plan
 
@@ -14,12 +15,18 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
     """The slots of the run."""
 
     num_gpus: int
+    """That may be used at once."""
+
     gpus_per_node: int
+    lost: frozenset[Slot] = frozenset()
+    """Held by processes that do not end."""
 
     def slots(self) -> Iterator[Slot]:
-        for index in range(self.num_gpus):
+        """Those that are not lost."""
+        for index in range(self.num_gpus + len(self.lost)):
             node, slot = divmod(index, self.gpus_per_node)
-            yield NodeRank(node), SlotId(slot)
+            if (node, slot) not in self.lost:
+                yield NodeRank(node), SlotId(slot)
 
 
 def seated(
@@ -51,7 +58,9 @@ class _Seats:
     def __init__(self, plan: Plan, room: Room) -> None:
         self._plan = plan
         core = {(plan.train.node_of_rank(k), slot) for k, slot in enumerate(plan.train.slots)}
-        self._free = [slot for slot in room.slots() if slot not in core]
+        # A change may have put something on a spare slot: where it is, it may stay.
+        everywhere = {*room.slots(), *slots_of(plan)} - room.lost
+        self._free = sorted(slot for slot in everywhere if slot not in core)
 
     def hybrids(self, num_replicas: int, replica_gpus: int) -> tuple[HybridPlacement, ...]:
         kept = self._plan.hybrids[:num_replicas]

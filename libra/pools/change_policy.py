@@ -9,7 +9,7 @@ from libra.ids import SlotId
 from libra.planner.matching import matched, slots_of
 from libra.planner.plan import Plan
 from libra.pools.change_order import Rules, Stuck, transitions
-from libra.pools.ground import Ground, core_slots, server_slots
+from libra.pools.ground import Ground, Slot, core_slots, server_slots
 from libra.pools.transition import Transition, in_words
 
 Strategy: TypeAlias = Literal["diff", "restart_all", "blue_green", "prewarm", "cluster_swap"]
@@ -76,9 +76,19 @@ def policy_of(planner: PlannerConfig, *, num_slots: int) -> Policy:
     )
 
 
-def matched_by(policy: Policy, old: Plan, wanted: Plan, *, next_number: int) -> Plan:
-    """`wanted` as this strategy carries it out; spare slots are used where it needs them."""
-    held = {slot for _, slot in slots_of(old)}
+def matched_by(
+    policy: Policy,
+    old: Plan,
+    wanted: Plan,
+    *,
+    next_number: int,
+    lost: frozenset[Slot] = frozenset(),
+) -> Plan:
+    """`wanted` as this strategy carries it out; spare slots are used where it needs them.
+
+    `lost`: slots that nobody may use again.
+    """
+    held = {slot for _, slot in (*slots_of(old), *lost)}
     spare = [SlotId(slot) for slot in range(policy.num_slots) if slot not in held]
     return matched(
         old,

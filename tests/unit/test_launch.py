@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from libra.config.algorithm import AlgorithmConfig
@@ -12,12 +13,28 @@ from libra.config.run import RunConfig
 from libra.config.run_control import RunControlConfig
 from libra.config.training import TrainingConfig
 from libra.errors import ConfigError, InfeasiblePlanError, SiteError
-from libra.planner.plan import configured_plan, plan_in_words
+from libra.ids import InstanceId, ReplicaId, SlotId
+from libra.planner.applied import planned_config
+from libra.planner.plan import (
+    HybridPlacement,
+    InstancePlacement,
+    Plan,
+    TrainPlacement,
+    configured_plan,
+    plan_in_words,
+)
 from libra.rollouts.accounts import LEASE_S
 from libra_supervisor.app import launch
-from libra_supervisor.app.launch import RunRequest, choose_directory, new_run_id
+from libra_supervisor.app.launch import (
+    Launch,
+    RunRequest,
+    choose_directory,
+    new_run_id,
+    num_gpus_of,
+)
 from libra_supervisor.app.parts import buffer_limits
 from libra_supervisor.doctor.devices import cuda_devices, resolved_device, slot_devices
+from libra_supervisor.loop.plan_memory import PlanMemory
 from libra_supervisor.run_directory import RunDirectory
 
 
@@ -77,6 +94,35 @@ def test_resume_prefers_the_newest_run_that_saved_something(working, monkeypatch
         launch, "list_complete_checkpoints", lambda path: [1] if path.parent == saved else []
     )
     assert choose_directory(request(is_resume=True)).root == saved
+
+
+def test_a_resumed_run_plans_for_all_its_devices_lent_and_idle_ones_too(working):
+    core = TrainPlacement(tp=1, pp=1, cp=1, ep=1, dp=1, slots=(SlotId(0),))
+    server = InstancePlacement(instance_id=InstanceId("vllm-0"), tp=1, slots=(SlotId(1),))
+    lent = HybridPlacement(replica_id=ReplicaId("hybrid-1"), slots=(SlotId(2),))
+    alone = Plan(strategy="grp", train=core, instances=(server,))
+    asked = request()
+    sizes = {"training": TrainingConfig(train_gpus=1), "rollout": RolloutConfig(rollout_gpus=3)}
+    loaded = msgspec.structs.replace(asked.loaded, config=config(**sizes))
+    launch = Launch(
+        config=config(),
+        directory=RunDirectory(working),
+        plan=alone,
+        given=planned_config(config(**sizes), alone),
+        report=None,
+        book=None,
+        store=None,
+        device="cpu",
+        devices=(),
+        environ={},
+        loaded=loaded,
+        is_resume=True,
+        memory=PlanMemory(plan=msgspec.structs.replace(alone, hybrids=(lent,)), next_number=2),
+    )
+    assert num_gpus_of(launch) == 4
+    fewer = {"training": TrainingConfig(train_gpus=1), "rollout": RolloutConfig(rollout_gpus=1)}
+    loaded = msgspec.structs.replace(asked.loaded, config=config(**fewer))
+    assert num_gpus_of(msgspec.structs.replace(launch, loaded=loaded)) == 3
 
 
 def test_resume_with_nothing_to_resume_says_where_it_looked(working):

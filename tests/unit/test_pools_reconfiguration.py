@@ -3,7 +3,7 @@ import pytest
 
 from libra.config.planning import PlannerConfig
 from libra.errors import InvariantError
-from libra.ids import InstanceId, ReplicaId, SlotId
+from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
 from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, TrainPlacement
 from libra.pools.change_order import Rules
 from libra.pools.change_policy import Refusal, judged, matched_by, policy_of
@@ -89,6 +89,14 @@ def test_restart_all_replaces_every_instance_in_waves_that_keep_the_minimum():
         "start vllm-11 (TP 1, slots 2)",
         "wait until vllm-11 serves",
     ]
+
+
+def test_a_lost_slot_is_not_spare():
+    options = {"runtime_rollout_reconfigure_strategy": "blue_green"}
+    lost = frozenset({(NodeRank(0), SlotId(3))})
+    old, wanted = plan(core(0), instance(A, 1, 2)), plan(core(0), instance("x", 1))
+    found = matched_by(policy(**options), old, wanted, next_number=10, lost=lost)
+    assert found.instances[0].slots == (4,)
 
 
 def test_blue_green_serves_from_spare_devices_before_anything_is_drained():

@@ -163,6 +163,20 @@ async def test_while_a_change_is_under_way_nothing_is_decided_but_a_dry_run_answ
         assert len(made.posted) == 1
 
 
+async def test_a_plan_is_looked_for_on_the_slots_that_are_not_lost():
+    async with bench() as made:
+        plans = made.control.plans
+        gone, *kept = plans.plan.instances
+        plans.plan = replace(plans.plan, instances=tuple(kept))
+        plans.lost = frozenset((gone.node, slot) for slot in gone.slots)
+        shown = await made.desk.ask(is_dry_run=True)
+        assert "does not end" not in shown.message
+        wanted = shown.details["plan_wanted"]
+        assert wanted is not None
+        used = {slot for it in wanted["instances"] for slot in it["slots"]}
+        assert not used & set(gone.slots)
+
+
 class BeganMeanwhile(PlanDesk):
     """Another change begins while the search asks what is possible."""
 

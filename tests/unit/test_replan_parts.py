@@ -209,6 +209,13 @@ class TestTriggers:
         assert seen(0.0, 30) == ()
         assert len(seen(1.0, 30)) == 1
 
+    def test_pressure_that_wavers_around_its_level_asks_once(self):
+        triggers = Triggers(interval_steps=1000)
+        for idle in (0.45, 0.35) * 20:
+            for step in range(8):
+                triggers.on_step(observed(step, idle=idle), changed="")
+        assert triggers.take() == ("the trainer waits for rollouts: 45%",)
+
     def test_one_step_of_idling_is_no_pressure(self):
         triggers = Triggers(interval_steps=1000)
         for idle in (0.0, 1.0, 0.0, 0.0):
@@ -346,9 +353,20 @@ class TestSeating:
         assert hybrid.nodes == (NodeRank(2), NodeRank(2), NodeRank(3), NodeRank(3))
         assert hybrid.slots == (0, 1, 0, 1)
 
+    def test_lost_slots_are_left_out_and_the_others_used(self):
+        lost = Room(num_gpus=7, gpus_per_node=8, lost=frozenset({(NodeRank(0), SlotId(1))}))
+        found = self.seat(placed(1), 1, 1, num_replicas=1, room=lost)
+        used = {slot for i in (*found.instances, *found.hybrids) for slot in i.slots}
+        assert used == {0, 2, 3}
+        assert self.seat(placed(1), 1, 1, 1, num_replicas=1, room=lost) is None
+
+    def test_what_a_change_put_on_a_spare_slot_stays_there(self):
+        plan = placed(1, hybrids=(9,))
+        assert self.seat(plan, 1, 1, num_replicas=1).hybrids == plan.hybrids
+
     def test_without_room_there_is_no_plan(self):
-        fewer = Room(num_gpus=2, gpus_per_node=8)
-        assert self.seat(placed(1, hybrids=(3,)), 1, num_replicas=1, room=fewer) is None
+        lost = Room(num_gpus=7, gpus_per_node=8, lost=frozenset({(NodeRank(0), SlotId(3))}))
+        assert self.seat(placed(1, hybrids=(3,)), 1, num_replicas=1, room=lost) is None
         assert self.seat(placed(1), 4, 1) is None
         assert self.seat(placed(1), num_replicas=5) is None
 

@@ -165,6 +165,17 @@ def on_plan(launch: Launch, plan: Plan) -> Launch:
     return msgspec.structs.replace(launch, config=planned_config(launch.given, plan), plan=plan)
 
 
+def num_gpus_of(launch: Launch) -> int:
+    """That plans are made for, whatever of it the plan in force leaves idle or lends to replicas.
+
+    Of a resumed run too: what the configuration says, or what is in use if that is more.
+    """
+    config = launch.loaded.config
+    in_use = launch.plan if launch.memory is None else launch.memory.plan
+    asked_for = config.training.train_gpus + config.rollout.rollout_gpus
+    return max(asked_for, len(slots_of(in_use)))
+
+
 def replanned(launch: Launch, switch: SwitchPlan) -> Launch:
     """The same run with the plan that its recompute probe led to; records it.
 

@@ -76,7 +76,6 @@ class ReplanDesk:
         """`config` is the run's. Ids of decisions go on from `last_decision_id`."""
         self.outcomes = Outcomes()
         self._config, self._replanner, self._ports = config, replanner, ports
-        self._num_gpus = replanner.num_gpus
         self._last_id = last_decision_id
         self._started_at = started_at
         self._step = 0
@@ -153,7 +152,7 @@ class ReplanDesk:
             plans = self._ports.control.plans
             if self._config.global_resource_planner.runtime_online_replanning:
                 self._replanner.book = self._ports.book()
-            self._replanner.num_gpus = self._num_gpus - len(plans.lost)
+            self._replanner.lost = plans.lost
             question = self._replanner.question(
                 plans.plan,
                 clock.now(),
@@ -196,7 +195,8 @@ class ReplanDesk:
                 return ""
             if why := plans.why_not(wanted):
                 return why
-            found = matched_by(policy, plan, wanted, next_number=next_number_after(plan))
+            number = next_number_after(plan)
+            found = matched_by(policy, plan, wanted, next_number=number, lost=ground.lost)
             judgement = judged(policy, ground, plan, found)
             return judgement.reason if isinstance(judgement, Refusal) else ""
 

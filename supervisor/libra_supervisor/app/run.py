@@ -30,7 +30,7 @@ from libra_supervisor.app.collector import RunCollector, Sources, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
-from libra_supervisor.app.launch import Launch, new_run_id, replanned
+from libra_supervisor.app.launch import Launch, new_run_id, num_gpus_of, replanned
 from libra_supervisor.app.operator import ChildStatuses, Facts, Operator
 from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
 from libra_supervisor.app.plan_files import PlanFiles, TrainerPlace
@@ -369,7 +369,7 @@ class Run:
     def _replan_desk(self, forecaster: Forecaster) -> ReplanDesk:
         launch = self._launch
         # What plans are made for; other devices of the machine are spare.
-        num_gpus = launch.given.training.train_gpus + launch.given.rollout.rollout_gpus
+        num_gpus = num_gpus_of(launch)
         return ReplanDesk(
             launch.given,
             Replanner(launch.given, num_gpus=num_gpus, book=launch.book),

@@ -98,7 +98,9 @@ class PlanDesk:
 
     def match(self, wanted: Plan) -> Plan:
         """`wanted` in terms of the plan in force; its new ids are used up."""
-        matched = matched_by(self.policy, self.plan, wanted, next_number=self._next_number)
+        matched = matched_by(
+            self.policy, self.plan, wanted, next_number=self._next_number, lost=self.lost
+        )
         self._next_number = max(self._next_number, next_number_after(matched))
         return matched
 
