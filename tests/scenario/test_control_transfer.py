@@ -7,12 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.ids import InstanceId
+from control_world import plan_of
+from libra.config.model import ModelConfig
+from libra.config.planning import PlannerConfig
+from libra.config.run import RunConfig
+from libra.config.training import TrainingConfig
+from libra.ids import InstanceId, SlotId
+from libra.pools.change_policy import policy_of
 from libra.pools.member import MemberState
 from libra.wire.rank import AcksJudged, WeightsOffered, WeightsSent
 from libra_supervisor import events
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.cycle import Phase
+from libra_supervisor.loop.plan_desk import PlanDesk
 from transfer_world import Receive, TransferWorld
 
 A, B = InstanceId("vllm-0"), InstanceId("vllm-1")
@@ -115,6 +122,34 @@ def test_who_fails_by_itself_waits_until_the_others_have_proved_the_version():
     assert world.transferred[-1].transfer.rank_offset_of == {B: 1}
     run_to_the_end(world, rng)
     assert world.num_births_of == {A: 1, B: 1}, "a transfer that failed once costs no process"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_started_anew_offer_the_served_version_again_when_nobody_has_it(seed):
+    options = {
+        "runtime_dynamic_reconfiguration_enabled": True,
+        "runtime_reconfigure_training": True,
+    }
+    policy = policy_of(msgspec.convert(options, PlannerConfig), num_slots=4)
+    training = TrainingConfig(batch_size=4, micro_batch_size=1)
+    config = RunConfig(model=ModelConfig(model_path="m"), training=training)
+    rng, before = Random(seed), plan_of([A, B])
+    world = started(plans=PlanDesk(before, policy, config=config), total_steps=6)
+    run_until(world, rng, lambda w: w.trained)
+    core = msgspec.structs.replace(before.train, dp=2, slots=(SlotId(2), SlotId(3)))
+    wanted = msgspec.structs.replace(before, train=core)
+    world.post(events.ReconfigurationWanted(1, wanted, "test"))
+    # No answer comes: there is nothing to train on, and so no next version, when servers are lost.
+    world.is_held = lambda event: hasattr(event, "group")
+    while world.step(rng):
+        pass
+    assert world.reconfigurations[0].record.outcome == "done"
+    assert world.control.cycle.phase is Phase.COLLECTING
+    for instance_id in list(world.processes):
+        world.kill_process(instance_id)
+    world.is_held = lambda _: False
+    run_to_the_end(world, rng)
+    assert world.attempt == 2
 
 
 def test_the_next_try_waits_for_rank_0_since_it_may_be_the_one_that_is_gone():

@@ -321,6 +321,14 @@ class TestSeating:
         plan = placed(1, 2, 1)
         assert self.seat(plan, 4).instances[0].slots == (0, 1, 2, 3)
 
+    def test_instances_that_break_up_every_node_move(self):
+        nodes = Room(num_gpus=4, gpus_per_node=2)
+        first, second = placed(1, 1).instances
+        second = replace(second, node=NodeRank(1), slots=(SlotId(0),))
+        plan = replace(placed(core=0), instances=(first, second))
+        found = self.seat(plan, 2, 1, 1, room=nodes)
+        assert [(i.node, i.slots) for i in found.instances] == [(0, (0, 1)), (1, (0,)), (1, (1,))]
+
     def test_a_replica_takes_the_slots_beside_the_core_and_the_core_stays(self):
         plan = placed(1, 1, 1, 1)
         found = self.seat(plan, 1, 1, 1, num_replicas=1)

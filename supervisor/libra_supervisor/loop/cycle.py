@@ -228,12 +228,16 @@ class Cycle:
         return (*begun, *self._save_or_go_on(now))
 
     def on_nobody_serves(self) -> tuple[Command, ...]:
-        """No engine has the served version or can be given it: publish what the trainer holds."""
+        """No engine has the served version or can be given it: publish what the trainer holds.
+
+        That may be the served version: ranks that were started anew have offered nothing yet.
+        """
         is_waiting = self._phase in (Phase.COLLECTING, Phase.EVALUATING)
-        if not is_waiting or self._publishing is not None or self._committed == self._step:
+        if not is_waiting or self._publishing is not None:
             return ()
         dropped = self._drop_evaluation()
-        self._evaluated = None
+        if dropped or self._committed != self._step:
+            self._evaluated = None
         return (*dropped, *self._publish())
 
     def on_batch_taken(self, step: int) -> tuple[Command, ...]:

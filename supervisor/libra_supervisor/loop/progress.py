@@ -64,6 +64,8 @@ def _publish_when_nobody_serves(state: RunState, at: Moment) -> tuple[Command, .
     """Late engines need a version that is served, and nobody is left to serve it."""
     if not state.policy.transfers or not state.publication.is_idle:
         return ()
+    if state.publication.can_give(state.cycle.held_version):
+        return ()  # they are given it as it is
     states = (MemberState.SERVING, MemberState.RELOADING, MemberState.DRAINING)
     num_gpus = state.pool.num_gpus_in(MemberState.STALE)
     if state.pool.ids_in(*states) or num_gpus < state.policy.min_rollout_gpus:

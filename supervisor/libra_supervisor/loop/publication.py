@@ -201,7 +201,7 @@ class Publication:
 
         `held`: what the ranks could send now, if anything; it matters to transfers alone.
         """
-        if self._open is not None or not self._can_give(held):
+        if self._open is not None or not self.can_give(held):
             return ()
         rescued = self._take_to_rescue()
         members = self._members_in([*self._pool.ids_in(MemberState.STALE), *rescued])
@@ -209,7 +209,7 @@ class Publication:
             return ()
         return self._start(members, is_catch_up=True, at=at)
 
-    def _can_give(self, held: PolicyVersion | None) -> bool:
+    def can_give(self, held: PolicyVersion | None) -> bool:
         """Whether the committed version is there to be loaded."""
         if self._committed is None or self._exported is None:
             return False
@@ -235,7 +235,7 @@ class Publication:
         if self._exported.policy_version != self._committed:
             # It may not even have been checked yet.
             return f"v{self._exported.policy_version} is on its way"
-        if not self._can_give(held):
+        if not self.can_give(held):
             return "the ranks do not hold the served version any more, or are busy"
         return ""
 
