@@ -102,8 +102,8 @@ class Entrance:
             hello = self._proved(channel)
             shared = self._memory() if is_unix else None
             self._admit(channel, hello, shared, lambda: self._welcome(channel, shared))
-        except PeerError as error:
-            # A stranger; or a member, which has been told why.
+        except (PeerError, OSError) as error:
+            # A stranger; a member, which has been told why; or no memory for one.
             print(f"lane {self._lane}: not let in: {error}", flush=True)  # noqa: T201
             channel.close()
         finally:

@@ -202,6 +202,12 @@ def test_gradients_that_are_not_finite_do_not_count(kind, bad):
         assert collect(one).ballot.fault is Fault.NOT_FINITE
 
 
+def test_a_loss_that_is_not_finite_does_not_reach_the_core():
+    with head() as one:
+        joined(one).send_gradient(fence(), (0.0, float("nan")), sends(values()))
+        assert collect(one).ballot.fault is Fault.NOT_FINITE
+
+
 def test_damaged_gradients_do_not_count():
     with head() as one:
         lane = joined(one)
