@@ -15,7 +15,7 @@ from libra_supervisor.cli.run import said
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.step_book import StepBook
 from libra_supervisor.records.evaluation import EvaluationRecord
-from libra_supervisor.records.reader import last_attempt, last_evaluation
+from libra_supervisor.records.reader import last_attempt, last_decision_id, last_evaluation
 from libra_supervisor.records.reconfiguration import DecisionRecord, Line, ReconfigurationRecord
 from libra_supervisor.records.writer import RecordsWriter, append_line
 from libra_supervisor.run_directory import RunDirectory
@@ -201,3 +201,13 @@ def test_attempts_are_counted_through_all_supervisors_of_a_run(tmp_path):
     assert last_attempt(path) == 0
     path.write_bytes(b'{"step": 1, "attempt": 1}\n{"step": 2, "attempt": 3}\n{"step": 3, "att')
     assert last_attempt(path) == 3
+
+
+def test_ids_of_decisions_go_on_from_the_highest_of_either_kind_of_line(tmp_path):
+    path = tmp_path / "reconfigurations.jsonl"
+    assert last_decision_id(path) == 0
+    path.write_bytes(
+        b'{"kind": "decision", "decision_id": 8}\n'
+        b'{"kind": "reconfiguration", "decision_id": 7}\n{"kind": "decision", "decisi'
+    )
+    assert last_decision_id(path) == 8

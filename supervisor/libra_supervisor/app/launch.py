@@ -124,8 +124,8 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
             memory = remembered_plan(directory)
         if memory is not None:
             # What the run has come to, not what it was started with.
-            in_force = memory.plan if memory.order is None else memory.order.old
-            config, old = planned_config(config, in_force), planned_config(old, in_force)
+            config = planned_config(config, memory.in_force)
+            old = planned_config(old, memory.in_force)
         changed = check_resume(old, config, place_of=request.loaded.place_of)
         if changed:
             raise ConfigProblemsError(changed, subject=str(request.config_path))
@@ -133,7 +133,10 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
     store = store_of(config, request.loaded.environment)
     book = known_book(config, store)
     report = planned(config, calibration=book)
-    plan = report.plan if memory is None else memory.plan
+    plan = report.plan
+    if memory is not None:
+        least = config.global_resource_planner.min_rollout_gpus
+        plan = memory.to_start_with(min_rollout_gpus=least)
     config = planned_config(config, plan)
     launch = Launch(
         config=config,
@@ -176,6 +179,7 @@ def replanned(launch: Launch, switch: SwitchPlan) -> Launch:
         report=switch.report,
         book=switch.calibration,
         excluded=switch.excluded,
+        memory=None,  # of a plan that did not fit
     )
     changed = _on_devices(changed, held=NOTHING)
     write_plan(changed)
