@@ -80,15 +80,16 @@ class Entrance:
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
+            # Who comes while there are too many waits until one of them is cut off.
+            self._num_strangers.acquire()
             try:
                 connection, _ = listener.accept()
             except ConnectionAbortedError:
+                self._num_strangers.release()
                 continue
             except OSError:
+                self._num_strangers.release()
                 return  # closed
-            if not self._num_strangers.acquire(blocking=False):
-                connection.close()
-                continue
             threading.Thread(
                 target=self._receive, args=(connection,), name="lane-proof", daemon=True
             ).start()
