@@ -42,6 +42,7 @@ from libra_supervisor.app.replan_desk import DeskPorts, ReplanDesk
 from libra_supervisor.app.replicas import Replicas
 from libra_supervisor.app.routing import SchedulerRouting, explained_if_debugging
 from libra_supervisor.app.tracer import Tracer
+from libra_supervisor.app.user_threads import abandon_user_threads
 from libra_supervisor.display.console import Display
 from libra_supervisor.display.progress import plain_line
 from libra_supervisor.events import Event, InstanceDoubted, StopRequested
@@ -81,6 +82,7 @@ async def run_to_end(launch: Launch, prompts: Prompts, display: Display) -> Outc
     Whatever the outcome, nothing that was started is left running.
     """
     become_subreaper()
+    abandon_user_threads()
     try:
         wanted = launch.config.control.run_id
         run_id = recorded_run_id(launch.directory) or new_run_id(launch.directory, wanted)
