@@ -64,6 +64,11 @@ NOT_YET: Final = (
     ),
     Gap(f"{PLANNER}.runtime_manage_rollout_processes", "using servers of others is not built"),
     Gap(f"{ROLLOUT}.endpoints", "using servers of others is not built"),
+    *(
+        Gap(path, "a run uses one node")
+        for path in all_options()
+        if path == "nodes" or path.startswith("node_")
+    ),
 )
 """Remove an entry when its option takes effect; nothing else has to change."""
 

@@ -110,12 +110,25 @@ def test_every_gap_is_an_option_with_a_reason():
         assert not gap.applies_to(config_from())
 
 
-OTHER_VALUES = (True, False, 0.5, 2, [2], "/x", "fsdp", "nccl", "grp", "restart_all", "kv_tokens")
+OTHER_VALUES = (
+    True,
+    False,
+    0.5,
+    2,
+    [2],
+    "/x",
+    "fsdp",
+    "nccl",
+    "grp",
+    "restart_all",
+    "kv_tokens",
+    "shrink",
+)
 
 
 def writable_values(path: str) -> Iterator[tuple[str, RunConfig]]:
     """Lines that set `path` to something else than its default."""
-    for value in (*OTHER_VALUES, [{"url": "http://a:1"}]):
+    for value in (*OTHER_VALUES, [{"url": "http://a:1"}], ["a"]):
         said: Any = value
         for segment in reversed(path.split(".")):
             said = {segment: said}
