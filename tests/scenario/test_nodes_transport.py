@@ -165,7 +165,8 @@ def certificates(tmp_path_factory):
     cert, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(  # noqa: S603 - our own words
         [
-            which("openssl"), "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+            which("openssl"), "req", "-x509",
+            "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
             "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext",
             "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(cert),
         ],
