@@ -45,7 +45,6 @@ def _gaps(prefix: str, names: str, reason: str) -> tuple[Gap, ...]:
 
 
 PLANNER: Final = "global_resource_planner"
-ROLLOUT: Final = "heterogeneous_rollout"
 
 NOT_YET: Final = (
     *_gaps(
@@ -62,8 +61,6 @@ NOT_YET: Final = (
         "runtime_batch_collection_timeout_s runtime_batch_collection_max_retries",
         "batch collection has no timeout of its own",
     ),
-    Gap(f"{PLANNER}.runtime_manage_rollout_processes", "using servers of others is not built"),
-    Gap(f"{ROLLOUT}.endpoints", "using servers of others is not built"),
     *(
         Gap(path, "a run uses one node")
         for path in all_options()

@@ -104,6 +104,10 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
     ] = "diff"
     """How rollout instances are brought to a new plan; diff touches only what changes."""
 
+    runtime_reconfigure_timeout_s: Seconds = 900.0
+    """Longest each wait of a change may take (for a drain, for a server to come up, for a step
+    boundary), in seconds; past it the change is undone."""
+
     runtime_cluster_swap_enabled: bool = False
     """Enable exchange between the rollout and training pools without spare GPUs."""
 

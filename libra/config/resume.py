@@ -12,6 +12,7 @@ _ORDER: Final = "it decides which prompts come next, and the saved cursor counts
 _STATE: Final = "the optimizer's saved state has this form"
 
 FIXED: Final[Mapping[str, str]] = {
+    "run_id": "records and published weights carry it",
     "model_path": "v0 is this model",
     "tokenizer_path": "saved trajectories hold its token ids",
     "run_name": "the run directory carries it",

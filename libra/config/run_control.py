@@ -1,6 +1,8 @@
 """How long a run goes on, what it keeps, and where it runs."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from libra.config.base import Config, Count, PositiveCount, Seconds
 
@@ -10,6 +12,11 @@ class RunControlConfig(Config, frozen=True, kw_only=True):
 
     run_name: str = ""
     """Name used in the run directory; empty means the configuration file's stem."""
+
+    run_id: Annotated[str, msgspec.Meta(pattern=r"^([A-Za-z0-9._-]{1,80})?$")] = ""
+    """Identity of the run in its records, tokens and published weights, up to 80 letters, digits,
+    `.`, `_` and `-`; empty makes one from the run directory's name. Servers in
+    heterogeneous_rollout.endpoints are started with the same one."""
 
     seed: Count = 0
     """Seeds data order, sampling seeds and initialisation."""

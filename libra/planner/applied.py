@@ -17,10 +17,8 @@ def planned_config(config: RunConfig, plan: Plan) -> RunConfig:
     `configured`; everything else stays.
     """
     train = plan.train
-    degrees = Counter(instance.tp for instance in plan.instances)
-    buckets = [TpBucket(tp=tp, count=degrees[tp]) for tp in sorted(degrees, reverse=True)]
     return replace(
-        config,
+        _with_instances(config, plan),
         training=replace(
             config.training,
             train_gpus=train.world_size,
@@ -30,11 +28,21 @@ def planned_config(config: RunConfig, plan: Plan) -> RunConfig:
             train_ep_size=train.ep,
             micro_batch_size=train.micro_batch_size or config.training.micro_batch_size,
         ),
-        rollout=replace(config.rollout, rollout_gpus=plan.num_rollout_gpus),
-        heterogeneous_rollout=replace(config.heterogeneous_rollout, instances=buckets),
         global_resource_planner=replace(
             config.global_resource_planner, initial_allocation_strategy="configured"
         ),
+    )
+
+
+def _with_instances(config: RunConfig, plan: Plan) -> RunConfig:
+    if not config.global_resource_planner.runtime_manage_rollout_processes:
+        return config  # servers of others are as they are
+    degrees = Counter(instance.tp for instance in plan.instances)
+    buckets = [TpBucket(tp=tp, count=degrees[tp]) for tp in sorted(degrees, reverse=True)]
+    return replace(
+        config,
+        rollout=replace(config.rollout, rollout_gpus=plan.num_rollout_gpus),
+        heterogeneous_rollout=replace(config.heterogeneous_rollout, instances=buckets),
     )
 
 

@@ -34,6 +34,11 @@ class TrainPlacement(msgspec.Struct, frozen=True, kw_only=True):
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
 
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """What a gang is started with: another one needs another gang, other slots of it too."""
+        return (self.tp, self.pp, self.cp, self.ep, self.dp, self.micro_batch_size or 0)
+
 
 class InstancePlacement(msgspec.Struct, frozen=True, kw_only=True):
     """One vLLM server on `tp` slots of one node."""
@@ -41,6 +46,8 @@ class InstancePlacement(msgspec.Struct, frozen=True, kw_only=True):
     instance_id: InstanceId
     tp: int
     slots: tuple[SlotId, ...]
+    """Empty for a server that somebody else runs, on devices that are none of ours."""
+
     node: NodeRank = NodeRank(0)
 
 
@@ -87,9 +94,10 @@ def configured_plan(config: RunConfig) -> Plan:
         raise InfeasiblePlanError(
             f"train_gpus {training.train_gpus} is not a multiple of TP x PP x CP = {model_parallel}"
         )
-    instances = tuple(_instances(config))
+    is_ours = planner.runtime_manage_rollout_processes
+    instances = tuple(_instances(config) if is_ours else _endpoints(config))
     num_rollout_gpus = sum(instance.tp for instance in instances)
-    if num_rollout_gpus != config.rollout.rollout_gpus:
+    if is_ours and num_rollout_gpus != config.rollout.rollout_gpus:
         raise InfeasiblePlanError(
             f"heterogeneous_rollout.instances use {num_rollout_gpus} GPUs, "
             f"rollout_gpus is {config.rollout.rollout_gpus}"
@@ -102,6 +110,7 @@ def configured_plan(config: RunConfig) -> Plan:
         raise InfeasiblePlanError(
             f"train_gpus {training.train_gpus} is below min_train_gpus {planner.min_train_gpus}"
         )
+    num_taken = sum(len(instance.slots) for instance in instances)
     return Plan(
         strategy="configured",
         train=TrainPlacement(
@@ -110,7 +119,7 @@ def configured_plan(config: RunConfig) -> Plan:
             cp=training.train_cp_size,
             ep=training.train_ep_size,
             dp=training.train_gpus // model_parallel,
-            slots=tuple(SlotId(num_rollout_gpus + index) for index in range(training.train_gpus)),
+            slots=tuple(SlotId(num_taken + index) for index in range(training.train_gpus)),
         ),
         instances=instances,
     )
@@ -122,6 +131,12 @@ def _instances(config: RunConfig) -> Iterator[InstancePlacement]:
         slots = tuple(SlotId(next_slot + offset) for offset in range(tp))
         next_slot += tp
         yield InstancePlacement(instance_id=InstanceId(f"vllm-{index}"), tp=tp, slots=slots)
+
+
+def _endpoints(config: RunConfig) -> Iterator[InstancePlacement]:
+    """Servers of others: on devices that are none of ours."""
+    for index, endpoint in enumerate(config.heterogeneous_rollout.endpoints):
+        yield InstancePlacement(instance_id=InstanceId(f"vllm-{index}"), tp=endpoint.tp, slots=())
 
 
 def _tp_degrees(config: RunConfig) -> Iterator[int]:

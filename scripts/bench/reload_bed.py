@@ -48,7 +48,7 @@ from libra_supervisor.events import (
 )
 from libra_supervisor.inbox import Inbox
 from libra_supervisor.loop.commands import Command, EndRun, SendReload, WriteReload
-from libra_supervisor.loop.control import Control, Policy
+from libra_supervisor.loop.control import Control
 from libra_supervisor.loop.cycle import Cycle, Limits
 from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.execute import Executor, Ports
@@ -56,6 +56,7 @@ from libra_supervisor.loop.execute import Terms as ExecutorTerms
 from libra_supervisor.loop.publication import Publication, Terms
 from libra_supervisor.loop.rollout_desk import RolloutDesk
 from libra_supervisor.loop.run import run_loop, tick
+from libra_supervisor.loop.run_state import Policy
 from libra_supervisor.ports import Engines
 from libra_supervisor.records.reload import ReloadRecord
 from libra_supervisor.records.writer import RecordsWriter

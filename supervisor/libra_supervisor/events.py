@@ -19,6 +19,8 @@ class ChildStarted(msgspec.Struct, frozen=True, tag=True):
 
     child_id: ChildId
     pid: int
+    """0: a server that somebody else runs."""
+
     start_ticks: int
     """With the pid and the boot id it proves who the process is."""
 

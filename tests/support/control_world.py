@@ -40,12 +40,13 @@ from libra.wire.rank import (
 )
 from libra_supervisor import events
 from libra_supervisor.loop import commands, cycle
-from libra_supervisor.loop.control import Control, Policy
+from libra_supervisor.loop.control import Control
 from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.publication import Publication, Terms
 from libra_supervisor.loop.rollout_desk import RolloutDesk
 from libra_supervisor.loop.rollout_state import encoded
+from libra_supervisor.loop.run_state import Policy
 
 RUN = RunId("run")
 PROBE = (1, 2, 3)

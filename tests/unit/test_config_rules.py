@@ -308,6 +308,26 @@ def test_servers_are_ours_or_somebody_elses():
     assert "rollout_gpus" in broken_rules(rollout_gpus="0")
 
 
+@pytest.mark.parametrize(
+    ("more", "options", "path"),
+    [
+        ("", {"rollout_weight_reload_method": "restart"}, "rollout_weight_reload_method"),
+        (", initial_allocation_strategy: grp", {}, f"{PLANNER}.initial_allocation_strategy"),
+        (
+            ", runtime_dynamic_reconfiguration_enabled: true",
+            {},
+            f"{PLANNER}.runtime_dynamic_reconfiguration_enabled",
+        ),
+    ],
+)
+def test_servers_of_others_are_neither_replaced_nor_chosen(more: str, options: dict, path: str):
+    text = (
+        f"{PLANNER}: {{runtime_manage_rollout_processes: false{more}}}\n"
+        "heterogeneous_rollout: {endpoints: [{url: 'http://a:1'}]}"
+    )
+    assert only(text, **options).path == path
+
+
 @pytest.mark.parametrize("url", ["a:1", "http://a", "ftp://a:1", "http://a:1/v1", "http://a b:1"])
 def test_an_endpoint_is_the_root_of_a_server(url: str):
     text = (

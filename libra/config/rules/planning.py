@@ -118,7 +118,8 @@ def cluster_is_large_enough(config: RunConfig) -> Iterator[Problem]:
     if hardware is None or config.control.device == "cpu":
         return
     there = hardware.nodes * hardware.gpus_per_node
-    used = config.training.train_gpus + config.rollout.rollout_gpus
+    is_ours = config.global_resource_planner.runtime_manage_rollout_processes
+    used = config.training.train_gpus + (config.rollout.rollout_gpus if is_ours else 0)
     if used > there:
         yield Problem(
             path="hardware.nodes",

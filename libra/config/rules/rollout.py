@@ -164,6 +164,36 @@ def somebody_serves(config: RunConfig) -> Iterator[Problem]:
         )  # fmt: skip
 
 
+def others_are_left_alone(config: RunConfig) -> Iterator[Problem]:
+    """Check that nothing needs servers to be started or ended that are not ours."""
+    switch = "global_resource_planner.runtime_manage_rollout_processes"
+    if config.global_resource_planner.runtime_manage_rollout_processes:
+        return
+    weights = config.weights
+    publishes = weights.rollout_weight_sync_mode != "none"
+    if publishes and weights.rollout_weight_reload_method == "restart":
+        yield Problem(
+            path="rollout_weight_reload_method",
+            what=f"restart replaces servers, which {switch}: false forbids",
+            hint="nearest: inplace",
+            related=(switch,),
+        )
+    if planner_decides(config):
+        yield Problem(
+            path="global_resource_planner.initial_allocation_strategy",
+            what=f"grp chooses instances, which {switch}: false leaves to others",
+            hint="nearest: configured",
+            related=(switch,),
+        )
+    if config.global_resource_planner.runtime_dynamic_reconfiguration_enabled:
+        yield Problem(
+            path="global_resource_planner.runtime_dynamic_reconfiguration_enabled",
+            what=f"changes servers, which {switch}: false forbids",
+            hint="set it to false",
+            related=(switch,),
+        )
+
+
 def endpoints_are_urls(config: RunConfig) -> Iterator[Problem]:
     """Check that each endpoint is the root of a server, once."""
     seen: set[str] = set()
@@ -272,6 +302,7 @@ RULES = (
     a_group_can_be_admitted,
     buckets_use_every_gpu,
     somebody_serves,
+    others_are_left_alone,
     endpoints_are_urls,
     ports_are_free_of_each_other,
     run_name_is_a_file_name,

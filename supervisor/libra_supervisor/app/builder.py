@@ -9,12 +9,14 @@ import msgspec
 
 from libra.data.dataset import PromptDataset
 from libra.ids import ChildId, RunId
+from libra.planner.plan import InstancePlacement
 from libra.scheduling.scheduler import Scheduler
 from libra.workflows.loading import load_workflow
 from libra_supervisor.app.device_gate import DeviceGate
 from libra_supervisor.app.engine import Engine, EngineSite
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
+from libra_supervisor.app.foreign import ForeignEngine
 from libra_supervisor.app.launch import Launch
 from libra_supervisor.app.parts import batch_shape
 from libra_supervisor.app.prompts import Prompts
@@ -81,21 +83,8 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             meter=self.meter,
             cores=launch.cores,
         )
-        base = config.rollout.rollout_port_base
         engines = [
-            Engine(
-                site,
-                placement,
-                self.scheduler,
-                port=base + index if base else 0,
-                served_directory=served_directory,
-                rng=self.rng,
-                gate=self._gate(
-                    ChildId(placement.instance_id),
-                    placement.slots,
-                    needed_fraction=config.rollout.gpu_memory_utilization,
-                ),
-            )
+            self._engine(site, index, placement, served_directory)
             for index, placement in enumerate(launch.plan.instances)
         ]
         return Fleet(
@@ -105,6 +94,32 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             weights=config.weights,
             post=self.inbox.post,
             rng=self.rng,
+        )
+
+    def _engine(
+        self,
+        site: EngineSite,
+        index: int,
+        placement: InstancePlacement,
+        served_directory: Callable[[], Path | None],
+    ) -> Engine:
+        config = self.launch.config
+        if endpoints := config.heterogeneous_rollout.endpoints:
+            url = endpoints[index].url
+            return ForeignEngine(site, placement, self.scheduler, url=url, rng=self.rng)
+        base = config.rollout.rollout_port_base
+        return Engine(
+            site,
+            placement,
+            self.scheduler,
+            port=base + index if base else 0,
+            served_directory=served_directory,
+            rng=self.rng,
+            gate=self._gate(
+                ChildId(placement.instance_id),
+                placement.slots,
+                needed_fraction=config.rollout.gpu_memory_utilization,
+            ),
         )
 
     def gang(self) -> Gang:

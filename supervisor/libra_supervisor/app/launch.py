@@ -166,7 +166,7 @@ def _on_devices(launch: Launch, *, held: Held) -> Launch:
     if beyond:
         raise ConfigProblemsError(beyond, subject="the plan")
     plan, root = launch.plan, launch.directory.root
-    num_slots = plan.num_rollout_gpus + plan.train.world_size
+    num_slots = sum(len(it.slots) for it in plan.instances) + plan.train.world_size
     devices = slot_devices(launch.device, num_slots=num_slots, environ=launch.environ)
     findings = check_site(launch.config, plan, launch.device, root, held=held)
     failed = [finding for finding in findings if not finding.ok]
@@ -176,8 +176,8 @@ def _on_devices(launch: Launch, *, held: Held) -> Launch:
     return msgspec.structs.replace(launch, devices=devices, cores=cores)
 
 
-def new_run_id(directory: RunDirectory) -> RunId:
-    return RunId(f"{directory.root.name}-{secrets.token_hex(2)}")
+def new_run_id(directory: RunDirectory, wanted: str = "") -> RunId:
+    return RunId(wanted or f"{directory.root.name}-{secrets.token_hex(2)}")
 
 
 def plan_in_words(plan: Plan) -> str:

@@ -39,6 +39,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     plan_in_words: str
     total_steps: int | None
     started_at: float
+    manages_engines: bool = True
+    """False: they are somebody else's, and never started or ended."""
 
 
 class Operator:
@@ -152,6 +154,12 @@ class Operator:
                 message=f"{target} was given up and stays down until the run is resumed: "
                 f"{self._control.pool[instance_id].last_error}",
             )
+        if verb == "restart" and not self._facts.manages_engines:
+            return VerbReply(
+                ok=False,
+                message=f"{target} is run by somebody else (heterogeneous_rollout.endpoints): "
+                "whoever runs it restarts it",
+            )
         if verb == "restart":
             await self._inbox.post(RestartRequested(instance_id))
         else:
@@ -190,7 +198,7 @@ class Operator:
             role="rollout",
             state=process.state.value if is_waiting else member.state.value,
             since_s=clock.now() - (process.since if is_waiting else member.since),
-            pid=process.pid,
+            pid=process.pid or None,
             num_restarts=member.num_restarts,
             policy_version=member.version,
             num_in_flight=0 if view is None else view.own_requests,

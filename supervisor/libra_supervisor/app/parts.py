@@ -15,12 +15,13 @@ from libra.weights.judge import probe_tolerance_of
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.doctor.checks import BYTES_OF_DTYPE
 from libra_supervisor.instances.vllm import rollout_dtype
-from libra_supervisor.loop.control import Control, Policy
+from libra_supervisor.loop.control import Control
 from libra_supervisor.loop.cycle import Cycle, Limits
 from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.publication import Publication
 from libra_supervisor.loop.publication import Terms as PublicationTerms
 from libra_supervisor.loop.rollout_desk import RolloutDesk
+from libra_supervisor.loop.run_state import Policy
 
 
 def control_of(config: RunConfig, plan: Plan, prompts: Prompts, run_id: RunId) -> Control:

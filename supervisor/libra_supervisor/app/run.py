@@ -77,7 +77,8 @@ async def run_to_end(launch: Launch, prompts: Prompts, display: Display) -> Outc
     """
     become_subreaper()
     try:
-        run_id = recorded_run_id(launch.directory) or new_run_id(launch.directory)
+        wanted = launch.config.control.run_id
+        run_id = recorded_run_id(launch.directory) or new_run_id(launch.directory, wanted)
         record_run_id(launch.directory, run_id)
         check_reward_name(launch.config.data.reward)
         _log.info("run_begins", run_id=run_id, plan=plan_in_words(launch.plan))
@@ -333,6 +334,9 @@ class Run:
                 plan_in_words=plan_in_words(self._launch.plan),
                 total_steps=self._config.control.total_steps,
                 started_at=clock.now(),
+                manages_engines=(
+                    self._config.global_resource_planner.runtime_manage_rollout_processes
+                ),
             ),
             control=self._control,
             inbox=self.inbox,

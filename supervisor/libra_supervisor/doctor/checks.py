@@ -66,8 +66,8 @@ def _host_demand(config: RunConfig, plan: Plan, num_parameters: int) -> HostDema
         num_parameters=num_parameters,
         num_ranks=plan.train.world_size,
         model_parallel_size=plan.train.tp * plan.train.pp,
-        num_instances=len(plan.instances),
-        num_workers=plan.num_rollout_gpus,
+        num_instances=sum(1 for it in plan.instances if it.slots),
+        num_workers=sum(len(it.slots) for it in plan.instances),
         engine_bytes_per_parameter=BYTES_OF_DTYPE[resolved],
         kv_cache_bytes_per_worker=config.rollout.rollout_kv_cache_bytes or CPU_KV_CACHE_BYTES,
     )
@@ -85,8 +85,8 @@ def _port_findings(config: RunConfig, plan: Plan, held: frozenset[int]) -> list[
     if base:
         findings += [
             probes.port_finding(LOOPBACK, base + index, "rollout_port_base")
-            for index in range(len(plan.instances))
-            if base + index not in held
+            for index, instance in enumerate(plan.instances)
+            if instance.slots and base + index not in held
         ]
     if config.api.api_port:
         findings.append(probes.port_finding(config.api.api_host, config.api.api_port, "api_port"))

@@ -12,7 +12,7 @@ import msgspec
 from libra.ids import ChildId, Incarnation
 from libra_supervisor.process.identity import ProcessIdentity
 from libra_supervisor.process.logs import LogRelay
-from libra_supervisor.process.tree import Tree
+from libra_supervisor.process.tree import EndableTree, Tree
 
 _VMSTAT: Final = Path("/proc/vmstat")
 
@@ -47,7 +47,7 @@ class RunningChild(Protocol):
     def incarnation(self) -> Incarnation: ...
 
     @property
-    def tree(self) -> Tree: ...
+    def tree(self) -> EndableTree: ...
 
     async def wait(self) -> ExitStatus:
         """Until the process has ended; it may be called again, by one task at a time."""

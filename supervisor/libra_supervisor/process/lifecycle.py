@@ -1,7 +1,7 @@
 """The words of supervision: states, deadlines, outcomes, and what a kind of child plugs in."""
 
 from enum import Enum
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import anyio
 import msgspec
@@ -107,12 +107,24 @@ class End(msgspec.Struct, frozen=True):
     """False: something of it outlived SIGKILL."""
 
 
+class Starter(Protocol):
+    """The part of `libra_supervisor.process.spawn.Spawner` that starts processes."""
+
+    async def spawn(self, spec: ProcessSpec, incarnation: Incarnation) -> RunningChild:
+        """Start it. Raises ChildError with the reason when the program cannot be started."""
+        ...
+
+
 class ChildHooks:
     """What differs from one kind of child to another. Override what the kind needs."""
 
     async def spec(self, incarnation: Incarnation) -> ProcessSpec:
         """Say what to start. Raises ChildError when there cannot be one now (no free port)."""
         raise InvariantError(f"{type(self).__name__} does not say what to start as {incarnation}")
+
+    async def start(self, spawner: Starter, incarnation: Incarnation) -> RunningChild:
+        """Start it, or find what somebody else started. Raises ChildError when there is none."""
+        return await spawner.spawn(await self.spec(incarnation), incarnation)
 
     async def hindrance(self) -> str | None:
         """Why a start has to wait (device memory in use); None when it can go ahead."""

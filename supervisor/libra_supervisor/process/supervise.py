@@ -189,8 +189,7 @@ class Supervision:
         self._consume_restart()
         self._enter(ChildState.STARTING)
         incarnation = Incarnation(f"{self._child_id}-{self._rng.getrandbits(48):012x}")
-        spec = await self._hooks.spec(incarnation)
-        return await self._spawner.spawn(spec, incarnation)
+        return await self._hooks.start(self._spawner, incarnation)
 
     async def _started(self, child: RunningChild, *, is_adopted: bool) -> None:
         self._enter(ChildState.STARTING, pid=child.identity.pid, incarnation=child.incarnation)

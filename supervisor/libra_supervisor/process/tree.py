@@ -14,7 +14,7 @@ ancestors, and a pid whose start time is not the one that was seen.
 import os
 import signal
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, Protocol
 
 import anyio
 import msgspec
@@ -56,6 +56,17 @@ class TreeEnded(msgspec.Struct, frozen=True, kw_only=True):
 
     removed_segments: tuple[str, ...]
     took_s: float
+
+
+class EndableTree(Protocol):
+    """What supervision does with a child and its descendants; `Tree` is the real one."""
+
+    def add_root(self, identity: ProcessIdentity) -> None: ...
+
+    async def observe(self, *, max_age_s: float = 0.0) -> None: ...
+
+    async def end(self, deadlines: StopDeadlines, *, hurry: anyio.Event | None = None) -> TreeEnded:
+        """End all of it; bounded by the deadlines."""
 
 
 class Tree:

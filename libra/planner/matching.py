@@ -1,0 +1,168 @@
+"""A wanted plan in terms of the one in force: what stays is named, and lies, as it does now.
+
+An instance of the same TP degree is the same instance, wherever the planner drew it: devices of one
+node are alike, so the new plan is moved onto the slots of the old one until as many instances as
+possible stay untouched. What is new gets an id that the run has never used.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan
+
+
+def matched(
+    old: Plan,
+    new: Plan,
+    *,
+    next_number: int,
+    spare: Iterable[SlotId] = (),
+    keeps_instances: bool = True,
+) -> Plan:
+    """`new` with the ids and slots of `old` wherever both have the same.
+
+    Ids of what is new count up from `next_number`. `spare` are further slots, free now, that new
+    instances may use. Without `keeps_instances` every instance is a new one, on the slots of one
+    that goes where the degrees allow it. Plans over several nodes keep the slots of `new`; there
+    only what lies on the same slots is the same.
+    """
+    names = _Names(next_number)
+    if _nodes_of(old) | _nodes_of(new) == {NodeRank(0)}:
+        return _moved(old, new, names, tuple(spare), keeps_instances=keeps_instances)
+    return _renamed(old, new, names, keeps_instances=keeps_instances)
+
+
+def next_number_after(plan: Plan) -> int:
+    """The first number above those in the plan's ids."""
+    ids = [*(it.instance_id for it in plan.instances), *(it.replica_id for it in plan.hybrids)]
+    numbers = [int(number) for it in ids if (number := it.rpartition("-")[2]).isdecimal()]
+    return max(numbers, default=-1) + 1
+
+
+def slots_of(plan: Plan) -> list[tuple[NodeRank, SlotId]]:
+    """Every slot that the plan uses, as often as it does."""
+    train = plan.train
+    return [
+        *((train.node_of_rank(rank), slot) for rank, slot in enumerate(train.slots)),
+        *((it.node, slot) for it in plan.instances for slot in it.slots),
+        *(
+            (it.nodes[index] if it.nodes else it.node, slot)
+            for it in plan.hybrids
+            for index, slot in enumerate(it.slots)
+        ),
+    ]
+
+
+class _Names:
+    """Ids that were never used."""
+
+    def __init__(self, next_number: int) -> None:
+        self._next = next_number
+
+    def instance(self) -> InstanceId:
+        return InstanceId(f"vllm-{self._take()}")
+
+    def replica(self) -> ReplicaId:
+        return ReplicaId(f"hybrid-{self._take()}")
+
+    def _take(self) -> int:
+        number, self._next = self._next, self._next + 1
+        return number
+
+
+class _Slots:
+    """Slots of one node that nobody has taken yet; those that nobody holds now go first."""
+
+    def __init__(self, old: Plan, new: Plan, spare: Sequence[SlotId]) -> None:
+        self._held = held = {slot for _, slot in slots_of(old)}
+        wanted = {slot for _, slot in slots_of(new)}
+        self._free = sorted(held | wanted | set(spare), key=lambda slot: (slot in held, slot))
+
+    def claim(self, slots: Iterable[SlotId]) -> tuple[SlotId, ...]:
+        claimed = tuple(slots)
+        self._free = [slot for slot in self._free if slot not in claimed]
+        return claimed
+
+    def take(self, count: int, *, rather: Sequence[SlotId] = ()) -> tuple[SlotId, ...]:
+        """`count` slots: `rather` if nobody holds one of them, else the first that are free."""
+        if len(rather) == count and set(rather) <= set(self._free) - self._held:
+            return self.claim(rather)
+        return self.claim(sorted(self._free[:count]))
+
+
+def _moved(
+    old: Plan, new: Plan, names: _Names, spare: Sequence[SlotId], *, keeps_instances: bool
+) -> Plan:
+    slots = _Slots(old, new, spare)
+    is_same_core = old.train.layout == new.train.layout
+    claimed = slots.claim(old.train.slots[: new.train.world_size])
+    kept_hybrids = _kept_hybrids(old, new) if is_same_core else ()
+    for hybrid in kept_hybrids:
+        slots.claim(hybrid.slots)
+    stays = _staying(old, new)
+    for instance in stays:
+        slots.claim(instance.slots)
+    more = slots.take(new.train.world_size - len(claimed))
+    sizes = [len(it.slots) for it in new.hybrids[len(kept_hybrids) :]]
+    hybrids = [HybridPlacement(replica_id=names.replica(), slots=slots.take(n)) for n in sizes]
+    if not keeps_instances:
+        stays = [msgspec.structs.replace(it, instance_id=names.instance()) for it in stays]
+    comes = [
+        InstancePlacement(
+            instance_id=names.instance(), tp=it.tp, slots=slots.take(it.tp, rather=it.slots)
+        )
+        for it in _coming(old, new)
+    ]
+    train = msgspec.structs.replace(new.train, slots=(*claimed, *more))
+    return msgspec.structs.replace(
+        new, train=train, instances=(*stays, *comes), hybrids=(*kept_hybrids, *hybrids)
+    )
+
+
+def _staying(old: Plan, new: Plan) -> list[InstancePlacement]:
+    """Of every degree as many as both plans have, first those that the new core spares."""
+    places = {slot for _, slot in slots_of(new)} - {s for it in new.instances for s in it.slots}
+    room = Counter(it.tp for it in new.instances)
+    chosen: set[InstanceId] = set()
+    for instance in sorted(old.instances, key=lambda it: bool(places & set(it.slots))):
+        if room[instance.tp]:
+            room[instance.tp] -= 1
+            chosen.add(instance.instance_id)
+    return [it for it in old.instances if it.instance_id in chosen]
+
+
+def _coming(old: Plan, new: Plan) -> Iterator[InstancePlacement]:
+    """The instances of `new` beyond those that stay, largest first: they are hardest to place."""
+    known = Counter(it.tp for it in old.instances)
+    for instance in sorted(new.instances, key=lambda it: -it.tp):
+        if known[instance.tp]:
+            known[instance.tp] -= 1
+        else:
+            yield instance
+
+
+def _kept_hybrids(old: Plan, new: Plan) -> tuple[HybridPlacement, ...]:
+    return old.hybrids[: len(new.hybrids)]
+
+
+def _renamed(old: Plan, new: Plan, names: _Names, *, keeps_instances: bool) -> Plan:
+    known = {(it.node, it.tp, it.slots): it.instance_id for it in old.instances}
+    instances = []
+    for it in new.instances:
+        same = known.get((it.node, it.tp, it.slots)) if keeps_instances else None
+        instances.append(msgspec.structs.replace(it, instance_id=same or names.instance()))
+    replicas = {(it.node, it.nodes, it.slots): it.replica_id for it in old.hybrids}
+    hybrids = tuple(
+        msgspec.structs.replace(
+            it, replica_id=replicas.get((it.node, it.nodes, it.slots)) or names.replica()
+        )
+        for it in new.hybrids
+    )
+    return msgspec.structs.replace(new, instances=tuple(instances), hybrids=hybrids)
+
+
+def _nodes_of(plan: Plan) -> set[NodeRank]:
+    return {node for node, _ in slots_of(plan)}

@@ -1,0 +1,150 @@
+"""What the configuration allows of a change of plan, and how its strategy is carried out. Pure."""
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from libra.config.planning import PlannerConfig
+from libra.ids import SlotId
+from libra.planner.matching import matched, slots_of
+from libra.planner.plan import Plan
+from libra.pools.change_order import Rules, Stuck, transitions
+from libra.pools.ground import Ground, core_slots, server_slots
+from libra.pools.transition import Transition, in_words
+
+Strategy: TypeAlias = Literal["diff", "restart_all", "blue_green", "prewarm", "cluster_swap"]
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Nothing is touched."""
+
+    reason: str
+    transitions: tuple[str, ...] = ()
+    """What would have been done, in words, where that is known."""
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one run."""
+
+    is_enabled: bool
+    strategy: Strategy
+    swaps: bool
+    """Devices may change sides between the core and rollout."""
+
+    changes_training: bool
+    is_plan_only: bool
+    """Changes of the training side are written down and not made."""
+
+    drains: bool
+    min_train_gpus: int
+    min_rollout_gpus: int
+    min_hybrid_rollout_gpus: int
+    """What rollout keeps of its GPUs while there are hybrid replicas."""
+
+    num_slots: int
+    """Devices that the run may use, from slot 0."""
+
+    timeout_s: float
+
+    def rules(self, wanted: Plan) -> Rules:
+        lent = self.min_hybrid_rollout_gpus if wanted.hybrids else 0
+        return Rules(
+            min_rollout_gpus=max(self.min_rollout_gpus, lent),
+            warms_first=self.strategy == "prewarm",
+            serves_first=self.strategy == "blue_green",
+            gives_back=not self.drains,
+        )
+
+
+def policy_of(planner: PlannerConfig, *, num_slots: int) -> Policy:
+    return Policy(
+        is_enabled=planner.runtime_dynamic_reconfiguration_enabled,
+        strategy=planner.runtime_rollout_reconfigure_strategy,
+        swaps=planner.runtime_cluster_swap_enabled,
+        changes_training=planner.runtime_reconfigure_training,
+        is_plan_only=planner.runtime_training_pool_plan_only,
+        drains=planner.runtime_drain_before_reconfigure,
+        min_train_gpus=planner.min_train_gpus,
+        min_rollout_gpus=planner.min_rollout_gpus,
+        min_hybrid_rollout_gpus=planner.elastic_hybrid_min_rollout_gpus,
+        num_slots=num_slots,
+        timeout_s=planner.runtime_reconfigure_timeout_s,
+    )
+
+
+def matched_by(policy: Policy, old: Plan, wanted: Plan, *, next_number: int) -> Plan:
+    """`wanted` as this strategy carries it out; spare slots are used where it needs them."""
+    held = {slot for _, slot in slots_of(old)}
+    spare = [SlotId(slot) for slot in range(policy.num_slots) if slot not in held]
+    return matched(
+        old,
+        wanted,
+        next_number=next_number,
+        spare=spare if policy.strategy == "blue_green" else (),
+        keeps_instances=policy.strategy != "restart_all",
+    )
+
+
+def judged(
+    policy: Policy, ground: Ground, old: Plan, wanted: Plan
+) -> tuple[Transition, ...] | Refusal:
+    """The transitions of a change without faults, or why there are none.
+
+    From `ground`, on which `old` is in force, to `wanted`, which is matched with it.
+    """
+    if why := _forbidden(policy, old, wanted) or _below_minima(policy, wanted):
+        return Refusal(why)
+    if any(slot >= policy.num_slots for _, slot in slots_of(wanted)):
+        return Refusal(f"the plan uses more than the {policy.num_slots} devices there are")
+    if lost := sorted(set(slots_of(wanted)) & ground.lost):
+        return Refusal(f"slot {lost[0][1]} is held by a process that does not end")
+    both = {it.instance_id for it in old.instances} & {it.instance_id for it in wanted.instances}
+    rules = msgspec.structs.replace(policy.rules(wanted), untouched=frozenset(both))
+    listed = transitions(ground, wanted, rules)
+    if isinstance(listed, Stuck):
+        return Refusal(f"{policy.strategy}: {listed.reason}")
+    if policy.is_plan_only and _changes_training(old, wanted):
+        words = tuple(map(in_words, listed))
+        return Refusal("runtime_training_pool_plan_only: written down, not made", words)
+    return listed
+
+
+def _forbidden(policy: Policy, old: Plan, wanted: Plan) -> str:
+    if not policy.is_enabled:
+        return "runtime_dynamic_reconfiguration_enabled is false"
+    if _changes_training(old, wanted) and not (policy.changes_training or policy.is_plan_only):
+        return "the training side would change, and runtime_reconfigure_training is false"
+    if not policy.swaps and (crossing := _crossing(old, wanted)):
+        slots = ", ".join(map(str, crossing))
+        return (
+            f"slots {slots} would change sides between the core and rollout, and "
+            "runtime_cluster_swap_enabled is false"
+        )
+    return ""
+
+
+def _below_minima(policy: Policy, wanted: Plan) -> str:
+    least = policy.rules(wanted).min_rollout_gpus
+    if wanted.num_rollout_gpus < least:
+        return f"rollout would have {wanted.num_rollout_gpus} GPUs, and has to keep {least}"
+    if wanted.train.world_size < policy.min_train_gpus:
+        return (
+            f"training would have {wanted.train.world_size} GPUs, min_train_gpus is "
+            f"{policy.min_train_gpus}"
+        )
+    return ""
+
+
+def _changes_training(old: Plan, wanted: Plan) -> bool:
+    return old.train != wanted.train or old.hybrids != wanted.hybrids
+
+
+def _crossing(old: Plan, wanted: Plan) -> list[SlotId]:
+    """Slots that the core takes from rollout or gives to it."""
+
+    def serving(plan: Plan) -> set[tuple[int, int]]:
+        return {slot for it in plan.instances for slot in server_slots(it)}
+
+    taken = core_slots(wanted.train) & serving(old)
+    given = core_slots(old.train) & serving(wanted)
+    return sorted(slot for _, slot in taken | given)

@@ -1,0 +1,93 @@
+"""What becomes possible, whatever the event was. Pure."""
+
+from libra.ids import PolicyVersion
+from libra.pools.member import MemberState
+from libra_supervisor.loop import commands
+from libra_supervisor.loop.commands import Command
+from libra_supervisor.loop.cycle import Phase
+from libra_supervisor.loop.moment import Moment
+from libra_supervisor.loop.run_state import RunState
+
+
+def proceed(state: RunState, at: Moment) -> tuple[Command, ...]:
+    return (
+        *_begin_when_ready(state, at),
+        *state.publication.retry(at),
+        *_finish_publication(state, at),
+        *_finish_evaluation(state, at),
+        *state.publication.catch_up(at=at, held=state.cycle.held_version),
+        *_take_batch(state, at),
+        *_publish_when_nobody_serves(state, at),
+        *_admit(state, at),
+    )
+
+
+def _begin_when_ready(state: RunState, at: Moment) -> tuple[Command, ...]:
+    if state.cycle.phase is not Phase.STARTING or state.ready_step is None:
+        return ()
+    if not state.probe.is_open:
+        return ()
+    num_gpus = sum(state.pool[i].num_gpus for i in state.pool.answering_ids)
+    if not state.pool.is_settled or num_gpus < state.policy.min_rollout_gpus:
+        return ()
+    if not state.policy.publishes:
+        state.publication.keep_base(PolicyVersion(0))
+    begun = state.cycle.on_parts_ready(restored_step=state.ready_step, now=at.now)
+    return state.follow(begun, at)
+
+
+def _finish_publication(state: RunState, at: Moment) -> tuple[Command, ...]:
+    version = state.publication.just_committed
+    if version is None:
+        return ()
+    state.publication.just_committed = None
+    state.book.on_reloaded(at, is_held=state.policy.transfers)
+    freed: tuple[Command, ...] = ()
+    if state.policy.transfers:
+        freed = state.follow(state.cycle.on_exported(version, now=at.now), at)
+    return (*freed, *state.follow(state.cycle.on_settled(version, now=at.now), at))
+
+
+def _publish_when_nobody_serves(state: RunState, at: Moment) -> tuple[Command, ...]:
+    """Late engines need a version that is served, and nobody is left to serve it."""
+    if not state.policy.transfers or not state.publication.is_idle:
+        return ()
+    states = (MemberState.SERVING, MemberState.RELOADING, MemberState.DRAINING)
+    num_gpus = state.pool.num_gpus_in(MemberState.STALE)
+    if state.pool.ids_in(*states) or num_gpus < state.policy.min_rollout_gpus:
+        return ()
+    return state.follow(state.cycle.on_nobody_serves(), at)
+
+
+def _finish_evaluation(state: RunState, at: Moment) -> tuple[Command, ...]:
+    version = state.evaluator.just_done
+    if version is None:
+        return ()
+    state.evaluator.just_done = None
+    return state.follow(state.cycle.on_evaluated(version, now=at.now), at)
+
+
+def _take_batch(state: RunState, at: Moment) -> tuple[Command, ...]:
+    if state.cycle.phase is not Phase.COLLECTING:
+        return ()
+    trainer_version = PolicyVersion(state.cycle.step)
+    groups = state.desk.take_batch(trainer_version)
+    if groups is None:
+        if not state.desk.is_exhausted:
+            return ()
+        return state.follow(state.cycle.on_data_exhausted(now=at.now), at)
+    step = state.cycle.step + 1
+    state.book.on_batch_taken(step, groups, trainer_version, at)
+    return (
+        commands.SendBatch(state.attempt, step, groups),
+        *state.follow(state.cycle.on_batch_taken(step), at),
+    )
+
+
+def _admit(state: RunState, at: Moment) -> tuple[Command, ...]:
+    committed = state.publication.committed
+    if committed is None or state.cycle.phase is Phase.STOPPED:
+        return ()
+    if state.cycle.end_reason(now=at.now) is None:
+        return state.desk.admit(committed)
+    return ()

@@ -1,0 +1,294 @@
+import msgspec
+import pytest
+
+from libra.config.planning import PlannerConfig
+from libra.errors import InvariantError
+from libra.ids import InstanceId, ReplicaId, SlotId
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, TrainPlacement
+from libra.pools.change_order import Rules
+from libra.pools.change_policy import Refusal, judged, matched_by, policy_of
+from libra.pools.ground import Ground, Hybrid, Server, Stage
+from libra.pools.reconfiguration import Order, Reconfiguration
+from libra.pools.transition import in_words
+
+A, B, C = (InstanceId(f"vllm-{n}") for n in range(3))
+
+
+def instance(name: str, *slots: int) -> InstancePlacement:
+    return InstancePlacement(
+        instance_id=InstanceId(name), tp=len(slots), slots=tuple(map(SlotId, slots))
+    )
+
+
+def core(*slots: int, tp: int = 1) -> TrainPlacement:
+    return TrainPlacement(
+        tp=tp, pp=1, cp=1, ep=1, dp=len(slots) // tp, slots=tuple(map(SlotId, slots))
+    )
+
+
+def plan(train: TrainPlacement, *instances: InstancePlacement, hybrids=()) -> Plan:
+    return Plan(strategy="grp", train=train, instances=instances, hybrids=tuple(hybrids))
+
+
+def replica(name: str, *slots: int) -> HybridPlacement:
+    return HybridPlacement(replica_id=ReplicaId(name), slots=tuple(map(SlotId, slots)))
+
+
+def ground(of: Plan) -> Ground:
+    return Ground(
+        train=of.train,
+        servers=tuple(Server(it, Stage.SERVING) for it in of.instances),
+        hybrids=tuple(Hybrid(it, is_member=True) for it in of.hybrids),
+    )
+
+
+def policy(num_slots: int = 8, **options):
+    options = {
+        "runtime_dynamic_reconfiguration_enabled": True,
+        "runtime_reconfigure_training": True,
+        "runtime_cluster_swap_enabled": True,
+        **options,
+    }
+    return policy_of(msgspec.convert(options, PlannerConfig), num_slots=num_slots)
+
+
+def listed(old: Plan, wanted: Plan, num_slots: int = 8, **options) -> list[str]:
+    """The transitions in words, or the refusal."""
+    chosen = policy(num_slots, **options)
+    wanted = matched_by(chosen, old, wanted, next_number=10)
+    found = judged(chosen, ground(old), old, wanted)
+    return [found.reason] if isinstance(found, Refusal) else list(map(in_words, found))
+
+
+TWO = plan(core(0), instance(A, 1), instance(B, 2))
+ONE_WIDE = plan(core(0), instance("x", 1, 2))
+
+
+def test_diff_touches_only_what_changes():
+    wanted = plan(core(0), instance("x", 1), instance("y", 2), instance("z", 3))
+    assert listed(TWO, wanted) == [
+        "start vllm-10 (TP 1, slots 3)",
+        "wait until vllm-10 serves",
+    ]
+    assert listed(TWO, plan(core(0), instance("x", 1))) == ["drain vllm-1", "stop vllm-1"]
+
+
+def test_without_draining_what_is_in_flight_goes_back_to_the_queue():
+    words = listed(TWO, plan(core(0), instance("x", 1)), runtime_drain_before_reconfigure=False)
+    assert words == ["take back what is in flight at vllm-1", "stop vllm-1"]
+
+
+def test_restart_all_replaces_every_instance_in_waves_that_keep_the_minimum():
+    assert listed(TWO, TWO, runtime_rollout_reconfigure_strategy="restart_all") == [
+        "drain vllm-0",
+        "stop vllm-0",
+        "start vllm-10 (TP 1, slots 1)",
+        "wait until vllm-10 serves",
+        "drain vllm-1",
+        "stop vllm-1",
+        "start vllm-11 (TP 1, slots 2)",
+        "wait until vllm-11 serves",
+    ]
+
+
+def test_blue_green_serves_from_spare_devices_before_anything_is_drained():
+    options = {"runtime_rollout_reconfigure_strategy": "blue_green"}
+    assert listed(TWO, ONE_WIDE, **options) == [
+        "start vllm-10 (TP 2, slots 3+4)",
+        "wait until vllm-10 serves",
+        "drain vllm-0, vllm-1",
+        "stop vllm-0, vllm-1",
+    ]
+    [why] = listed(TWO, ONE_WIDE, num_slots=4, **options)
+    assert why == "blue_green: vllm-10 would need devices that nobody uses"
+
+
+def test_prewarm_has_new_processes_wait_for_their_devices_before_anything_is_drained():
+    [why] = listed(TWO, ONE_WIDE, runtime_rollout_reconfigure_strategy="prewarm")
+    assert why == "prewarm: vllm-1 cannot go: 1 GPUs serve, and 1 have to"
+    wanted = plan(core(0), instance("x", 1), instance("y", 2, 3))
+    old = plan(core(0), instance(A, 1), instance(B, 2), instance(C, 3))
+    assert listed(old, wanted, runtime_rollout_reconfigure_strategy="prewarm") == [
+        "warm up vllm-10 (TP 2, slots 2+3)",
+        "wait until vllm-10 needs a device",
+        "drain vllm-1, vllm-2",
+        "stop vllm-1, vllm-2",
+        "start vllm-10 (TP 2, slots 2+3)",
+        "wait until vllm-10 serves",
+    ]
+
+
+def test_cluster_swap_frees_devices_on_one_side_before_the_other_takes_them():
+    small = plan(core(0, 1), instance(A, 2), instance(B, 3))
+    large = plan(core(0, 1, 2), instance("x", 3))
+    options = {"runtime_rollout_reconfigure_strategy": "cluster_swap"}
+    assert listed(small, large, **options) == [
+        "drain vllm-0",
+        "stop vllm-0",
+        "hold the trainer at a step boundary",
+        "start the trainer as TP 1, PP 1, CP 1, DP 3 on slots 0, 1, 2",
+        "let the trainer go on",
+    ]
+    large = plan(core(0, 1, 2), instance(A, 3))
+    assert listed(large, small, **options) == [
+        "hold the trainer at a step boundary",
+        "start the trainer as TP 1, PP 1, CP 1, DP 2 on slots 0, 1",
+        "let the trainer go on",
+        "start vllm-10 (TP 1, slots 2)",
+        "wait until vllm-10 serves",
+    ]
+
+
+def test_replicas_leave_before_the_core_changes_and_join_after_it():
+    old = plan(core(0), instance(A, 3), hybrids=[replica("hybrid-1", 2)])
+    wanted = plan(core(0, 1), instance("x", 3), hybrids=[replica("h", 2)])
+    assert listed(old, wanted) == [
+        "detach hybrid-1",
+        "hold the trainer at a step boundary",
+        "start the trainer as TP 1, PP 1, CP 1, DP 2 on slots 0, 1",
+        "let the trainer go on",
+        "attach hybrid-10",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "options", "why"),
+    [
+        (
+            TWO,
+            {"runtime_dynamic_reconfiguration_enabled": False},
+            "runtime_dynamic_reconfiguration_enabled is false",
+        ),
+        (
+            plan(core(0, 3), instance(A, 1), instance(B, 2)),
+            {"runtime_reconfigure_training": False},
+            "the training side would change, and runtime_reconfigure_training is false",
+        ),
+        (
+            plan(core(0, 2), instance(A, 1)),
+            {"runtime_cluster_swap_enabled": False},
+            (
+                "slots 2 would change sides between the core and rollout, and "
+                "runtime_cluster_swap_enabled is false"
+            ),
+        ),
+        (
+            plan(core(0), instance(A, 1)),
+            {"min_rollout_gpus": 2},
+            "rollout would have 1 GPUs, and has to keep 2",
+        ),
+        (
+            plan(core(0), instance(A, 1), hybrids=[replica("h", 2)]),
+            {"elastic_hybrid_min_rollout_gpus": 2},
+            "rollout would have 1 GPUs, and has to keep 2",
+        ),
+        (
+            plan(core(0), instance(A, 1), instance(B, 2), instance(C, 9)),
+            {},
+            "the plan uses more than the 8 devices there are",
+        ),
+        (
+            plan(core(0, 3), instance(A, 1), instance(B, 2)),
+            {"runtime_training_pool_plan_only": True},
+            "runtime_training_pool_plan_only: written down, not made",
+        ),
+        (
+            plan(core(0), instance(A, 1), instance(B, 2)),
+            {"min_train_gpus": 2},
+            "training would have 1 GPUs, min_train_gpus is 2",
+        ),
+    ],
+)
+def test_a_change_that_the_configuration_does_not_allow_is_refused_with_the_reason(
+    wanted, options, why
+):
+    assert listed(TWO, wanted, **options) == [why]
+
+
+def test_slots_of_a_process_that_does_not_end_are_never_used_again():
+    wanted = plan(core(0), instance(A, 1), instance(B, 2), instance(C, 3))
+    there = msgspec.structs.replace(ground(TWO), lost=frozenset({(0, SlotId(3))}))
+    found = judged(policy(), there, TWO, wanted)
+    assert found == Refusal("slot 3 is held by a process that does not end")
+
+
+def change(old: Plan, wanted: Plan, **options) -> Reconfiguration:
+    order = Order(decision_id=1, reason="r", old=old, wanted=wanted)
+    rules = Rules(min_rollout_gpus=1)
+    return Reconfiguration(order, ground(old), rules, timeout_s=10.0, now=0.0, **options)
+
+
+def said(transitions) -> list[str]:
+    return list(map(in_words, transitions))
+
+
+def test_a_server_that_does_not_come_up_in_time_is_stopped_and_the_plan_before_serves():
+    wanted = plan(core(0), instance(B, 2), instance(C, 1))
+    machine = change(TWO, wanted)
+    assert said(machine.begin(now=0.0)) == ["drain vllm-0"]
+    assert said(machine.on_drained(A, now=1.0)) == ["stop vllm-0"]
+    started = machine.on_gone(A, now=3.0)
+    assert said(started) == ["start vllm-2 (TP 1, slots 1)", "wait until vllm-2 serves"]
+    assert machine.on_tick(now=12.9) == ()
+    assert said(machine.on_tick(now=13.0)) == ["stop vllm-2"]
+    back = machine.on_gone(C, now=14.0)
+    assert said(back) == ["start vllm-0 (TP 1, slots 1)", "wait until vllm-0 serves"]
+    assert machine.on_serving(A, now=20.0) == ()
+    assert machine.result.outcome == "rolled_back"
+    assert machine.result.reason == "wait until vllm-2 serves: not over within 10 s"
+    assert machine.result.plan == TWO
+    assert machine.result.phases == {"drain": 1.0, "stop": 3.0, "start": 16.0}
+    assert machine.result.total_s == 20.0
+
+
+def test_the_trainer_is_let_go_when_it_comes_up_in_neither_layout():
+    wanted = plan(core(0, 3), instance(A, 1), instance(B, 2))
+    machine = change(TWO, wanted)
+    assert said(machine.begin(now=0.0)) == ["hold the trainer at a step boundary"]
+    [reshape] = said(machine.on_step_held(now=4.0))
+    assert reshape == "start the trainer as TP 1, PP 1, CP 1, DP 2 on slots 0, 3"
+    [back] = said(machine.on_training_failed("out of memory", now=6.0))
+    assert back == "start the trainer as TP 1, PP 1, CP 1, DP 1 on slots 0"
+    assert said(machine.on_tick(now=16.0)) == ["let the trainer go on"]
+    assert machine.result.outcome == "failed"
+    assert machine.result.stalled_s == 12.0
+    assert "the trainer did not come up: out of memory; on the way back" in machine.result.reason
+
+
+def test_a_replica_that_had_left_is_not_attached_again_on_the_way_back():
+    old = plan(core(0), instance(A, 1), hybrids=[replica("hybrid-0", 2)])
+    wanted = plan(core(0), instance(A, 1), instance(B, 2))
+    machine = change(old, wanted)
+    assert said(machine.begin(now=0.0)) == ["detach hybrid-0"]
+    machine.on_hybrid_left(ReplicaId("hybrid-0"), now=1.0)
+    assert said(machine.on_gave_up(B, "3 restarts", now=2.0)) == []
+    assert machine.result.outcome == "rolled_back"
+    assert machine.result.plan == plan(core(0), instance(A, 1))
+
+
+def test_a_replica_that_is_lost_while_it_joins_turns_the_change_round():
+    wanted = plan(core(0), instance(A, 1), hybrids=[replica("hybrid-0", 2)])
+    machine = change(TWO, wanted)
+    assert said(machine.begin(now=0.0)) == ["drain vllm-1"]
+    machine.on_drained(B, now=1.0)
+    assert said(machine.on_gone(B, now=2.0)) == ["attach hybrid-0"]
+    back = machine.on_hybrid_lost(ReplicaId("hybrid-0"), "SIGKILL", now=3.0)
+    assert said(back) == ["start vllm-1 (TP 1, slots 2)", "wait until vllm-1 serves"]
+    machine.on_serving(B, now=9.0)
+    assert (machine.result.outcome, machine.result.plan) == ("rolled_back", TWO)
+
+
+def test_an_instance_of_both_plans_that_is_given_up_is_left_out_of_what_is_in_force():
+    wanted = plan(core(0), instance(A, 1), instance(B, 2), instance(C, 3))
+    machine = change(TWO, wanted)
+    machine.begin(now=0.0)
+    assert machine.on_gave_up(A, "3 restarts", now=1.0) == ()
+    machine.on_serving(C, now=2.0)
+    assert machine.result.outcome == "done"
+    assert [it.instance_id for it in machine.result.plan.instances] == [B, C]
+
+
+def test_a_ground_with_two_owners_of_a_slot_is_a_bug():
+    wanted = plan(core(0), instance(A, 1), instance(B, 1))
+    with pytest.raises(InvariantError, match="two owners"):
+        ground(wanted).check()
