@@ -10,8 +10,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from libra.ids import Incarnation, InstanceId, NodeRank, RunId, SlotId
-from libra.wire.instance import ReloadAck, ReloadRequest
+from libra.ids import ChildId, Incarnation, NodeRank, RunId
+from libra.wire.rank import Hello as RankHello
 
 NODE_PATH: Final = "/v1/node"
 PROTOCOL: Final = 1
@@ -47,8 +47,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     dial: int
     """Counts this process's connections: of two the later has the higher, whichever comes first."""
 
-    num_slots: int | None
-    """Devices here; None on CPU, where a slot is no device."""
+    devices: tuple[str, ...]
+    """Of this node, by slot; empty on CPU, where a slot is no device."""
 
     session: str = ""
     """Empty: a new one. Nothing that was done in an earlier one is owed any more."""
@@ -59,8 +59,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     term: int = 0
     """The highest that it has obeyed."""
 
-    servers: tuple[InstanceId, ...] = ()
-    """Servers that still run here."""
+    children: tuple[ChildId, ...] = ()
+    """What still runs here."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -107,179 +107,207 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     body: bytes = b""
 
 
-# Commands
+# Commands. What has an answer carries the number of the call, which the answer repeats.
 
 
-class ServerPlace(msgspec.Struct, frozen=True):
-    """One server of this node."""
+class KeepOnly(msgspec.Struct, frozen=True, tag=True):
+    """First of a session: end whatever runs here but these children, which may be adopted."""
 
-    instance_id: InstanceId
-    tp: int
-    slots: tuple[SlotId, ...]
-    port: int
-    """0: any."""
+    children: tuple[ChildId, ...]
 
 
-class RunServers(msgspec.Struct, frozen=True, tag=True):
-    """Run exactly these: one that is not named ends, one that runs already goes on."""
+class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Start a child, after whatever still runs under its name has ended. Started or Failed."""
 
-    servers: tuple[ServerPlace, ...]
-
-
-class ServeFrom(msgspec.Struct, frozen=True, tag=True):
-    """Weights from which a server that is replaced starts; empty: the base model."""
-
-    directory: str
-
-
-class ReplaceServer(msgspec.Struct, frozen=True, tag=True):
-    instance_id: InstanceId
-    reason: str
-
-
-class ReloadServer(msgspec.Struct, frozen=True, tag=True):
-    """Have it load a version; answered by ServerReloaded with the same nonce."""
-
-    instance_id: InstanceId
-    request: ReloadRequest
-
-
-class EndServers(msgspec.Struct, frozen=True, tag=True):
-    """The run is over: drain and end every server; a second one shortens the deadlines."""
-
-
-class StartAgent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Start this node's part of a gang: one torchrun agent."""
-
-    attempt: int
+    call: int
+    child_id: ChildId
     incarnation: Incarnation
-    restore: str
-    """A checkpoint's directory; empty begins anew."""
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    """Over this node's own environment."""
 
-    shutdown_grace_s: float
-    slots: tuple[SlotId, ...]
-    """Of the ranks here, in their order."""
-
-    agent: int
-    """Rank of this agent among the gang's."""
-
-    num_agents: int
-    rendezvous_host: str
-    rendezvous_port: int
+    cwd: str
+    log_path: str
+    cpu_cores: tuple[int, ...]
+    is_bound: bool
+    """It must not outlive the lease: ranks."""
 
 
-class EndAgent(msgspec.Struct, frozen=True, tag=True):
-    """End the agent and its ranks, answered by AgentEnded; `in_hurry`: at once."""
+class Adopt(msgspec.Struct, frozen=True, tag=True):
+    """Say whether this very process runs here. Started or Failed."""
 
-    attempt: int
-    in_hurry: bool
+    call: int
+    child_id: ChildId
+    incarnation: Incarnation
+    pid: int
+    start_ticks: int
+
+
+class Clear(msgspec.Struct, frozen=True, tag=True):
+    """End what earlier lives of a child left. TreeGone."""
+
+    call: int
+    child_id: ChildId
+    kill_wait_s: float
+
+
+class End(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """End a child with everything it started. TreeGone."""
+
+    call: int
+    incarnation: Incarnation
+    term_grace_s: float
+    kill_wait_s: float
+    hurried_grace_s: float
+
+
+class Hurry(msgspec.Struct, frozen=True, tag=True):
+    """Shorten what is left of the grace of an `End` that is going on."""
+
+    incarnation: Incarnation
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """Let go of the pid and the pipes of a child that has ended."""
+
+    incarnation: Incarnation
+
+
+class Tail(msgspec.Struct, frozen=True, tag=True):
+    """The last lines that a child printed. Lines."""
+
+    call: int
+    incarnation: Incarnation
+    num_lines: int
+
+
+class HoldPort(msgspec.Struct, frozen=True, tag=True):
+    """Hold a port of this node, any for 0, until FreePort. PortHeld or Failed."""
+
+    call: int
+    host: str
+    port: int
+
+
+class FreePort(msgspec.Struct, frozen=True, tag=True):
+    port: int
 
 
 class ToRank(msgspec.Struct, frozen=True, tag=True):
     """The next bytes for a rank's control socket."""
 
-    attempt: int
-    rank: int
+    link: int
     data: bytes
+
+
+class DropRank(msgspec.Struct, frozen=True, tag=True):
+    """Close a rank's control socket, so that the rank ends."""
+
+    link: int
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """The run is over: end what still runs and leave with this exit code."""
+
+    exit_code: int
+    reason: str
 
 
 NodeCommand: TypeAlias = (
-    RunServers
-    | ServeFrom
-    | ReplaceServer
-    | ReloadServer
-    | EndServers
-    | StartAgent
-    | EndAgent
+    KeepOnly
+    | Start
+    | Adopt
+    | Clear
+    | End
+    | Hurry
+    | Forget
+    | Tail
+    | HoldPort
+    | FreePort
     | ToRank
+    | DropRank
+    | Leave
 )
 
 
-# Events
+# Events: answers of calls, and news
 
 
-class ChildSaid(msgspec.Struct, frozen=True, tag=True):
-    """News of a supervised child here."""
-
-    event: bytes
-    """msgpack of a `libra_supervisor.events.ChildEvent`, whose instants mean nothing elsewhere."""
-
-
-class LoadSeen(msgspec.Struct, frozen=True, tag=True):
-    """What a server's metrics say; None: it does not say that."""
-
-    instance_id: InstanceId
-    incarnation: Incarnation
-    num_running: int | None
-    num_waiting: int | None
-    kv_use_fraction: float | None
-    kv_capacity_tokens: int | None
-    num_preemptions: int | None
-
-
-class ServerReloaded(msgspec.Struct, frozen=True, tag=True):
-    instance_id: InstanceId
-    nonce: str
-    ack: ReloadAck | None
-    error: str
-
-
-class ServersEnded(msgspec.Struct, frozen=True, tag=True):
-    """After EndServers: none is left."""
-
-
-class AgentStarted(msgspec.Struct, frozen=True, tag=True):
-    attempt: int
+class Started(msgspec.Struct, frozen=True, tag=True):
+    call: int
     pid: int
+    start_ticks: int
+    boot_id: str
 
 
-class AgentEnded(msgspec.Struct, frozen=True, tag=True):
-    """The agent and all its ranks are gone."""
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """What was asked for cannot be, now."""
 
-    attempt: int
+    call: int
+    reason: str
+
+
+class TreeGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    call: int
+    survivors: tuple[int, ...]
+    """Processes that outlived SIGKILL."""
+
+    detail: str
+    num_killed: int
+    ended_in_grace: bool
+    took_s: float
+
+
+class Lines(msgspec.Struct, frozen=True, tag=True):
+    call: int
+    lines: tuple[str, ...]
+
+
+class PortHeld(msgspec.Struct, frozen=True, tag=True):
+    call: int
+    port: int
+
+
+NodeReply: TypeAlias = Started | Failed | TreeGone | Lines | PortHeld
+
+
+class ProcessEnded(msgspec.Struct, frozen=True, tag=True):
+    """A child's first process has ended; what it started may still run."""
+
+    incarnation: Incarnation
     exit_code: int | None
     signal: int | None
-    reason: str
-    last_lines: tuple[str, ...]
-    survivors: tuple[int, ...] = ()
-    """Processes that outlived SIGKILL."""
+    is_out_of_memory: bool
 
 
 class RankLinked(msgspec.Struct, frozen=True, tag=True):
-    """A rank has connected to the control socket here; its bytes follow."""
+    """A rank has connected here and said Hello."""
 
-    attempt: int
     link: int
     """Tells the connections of this node apart."""
 
+    hello: RankHello
+
 
 class FromRank(msgspec.Struct, frozen=True, tag=True):
-    attempt: int
+    """One event of a rank, msgpack as on its control socket."""
+
     link: int
-    data: bytes
+    event: bytes
 
 
 class RankUnlinked(msgspec.Struct, frozen=True, tag=True):
-    attempt: int
+    """The rank's connection has ended; empty when cleanly."""
+
     link: int
+    error: str
 
 
-class NodeFailed(msgspec.Struct, frozen=True, tag=True):
-    """The node cannot do what it was told, and another try would end the same way."""
+class StopAsked(msgspec.Struct, frozen=True, tag=True):
+    """Somebody stops this node's supervisor: the run saves and ends."""
 
     reason: str
-    exit_code: int
+    in_hurry: bool
 
 
-NodeEvent: TypeAlias = (
-    ChildSaid
-    | LoadSeen
-    | ServerReloaded
-    | ServersEnded
-    | AgentStarted
-    | AgentEnded
-    | RankLinked
-    | FromRank
-    | RankUnlinked
-    | NodeFailed
-)
+NodeEvent: TypeAlias = NodeReply | ProcessEnded | RankLinked | FromRank | RankUnlinked | StopAsked

@@ -13,12 +13,11 @@ from libra import clock
 from libra.errors import ConfigError, PeerError
 from libra.wire.node import (
     PROTOCOL,
-    EndAgent,
+    DropRank,
     Envelope,
+    FreePort,
     FromRank,
     Hello,
-    ReplaceServer,
-    ServeFrom,
 )
 from libra_supervisor.nodes.allegiance import Allegiance
 from libra_supervisor.nodes.follower import FollowerEnd
@@ -54,7 +53,7 @@ def charter(**changes):
 def hello(node=1, **changes):
     known = Hello(
         protocol=PROTOCOL, version="1", config_digest="d", run_id="", node=node, host="h",
-        boot_id="b", pid=7, start_ticks=9, dial=0, num_slots=None,
+        boot_id="b", pid=7, start_ticks=9, dial=0, devices=(),
     )  # fmt: skip
     return msgspec.structs.replace(known, **changes)
 
@@ -69,7 +68,7 @@ class ToldHands:
     def note(self, *what):
         self.log.append((round(clock.now(), 2), *what))
 
-    def servers(self):
+    def children(self):
         return ()
 
     async def begin(self, welcome):
@@ -145,11 +144,11 @@ async def bed():
 
 
 def replace(number):
-    return ReplaceServer(f"vllm-{number}", "why")
+    return DropRank(number)
 
 
 def word(number):
-    return FromRank(1, 1, b"%d" % number)
+    return FromRank(1, b"%d" % number)
 
 
 async def test_commands_and_events_go_both_ways_in_order():
@@ -239,7 +238,7 @@ async def test_servers_wait_for_a_leader_that_is_started_again_and_not_for_ever(
     async with bed() as it:
         it.start()
         await clock.sleep(1.0)
-        it.leader.tell(1, ServeFrom(""))
+        it.leader.tell(1, FreePort(1))
         await clock.sleep(1.0)
         it.net.cut()
         await clock.sleep(TERMS.lease_s + TERMS.orphan_grace_s - 3.0)
@@ -391,7 +390,7 @@ async def test_long_streams_wait_for_room_and_others_go_between():
 
         async def stream():
             for _ in range(64):
-                await it.follower.say_when_room(FromRank(1, 1, piece))
+                await it.follower.say_when_room(FromRank(1, piece))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stream)
@@ -417,7 +416,7 @@ async def test_an_expelled_node_counts_as_lost_only_after_its_lease():
     "message",
     [
         b"", b"\xc1", b"garbage", msgspec.msgpack.encode({"type": "Hello"}),
-        msgspec.msgpack.encode(Envelope(0, 0)), msgspec.msgpack.encode(EndAgent(1, in_hurry=True)),
+        msgspec.msgpack.encode(Envelope(0, 0)), msgspec.msgpack.encode(DropRank(1)),
     ],
 )  # fmt: skip
 async def test_a_first_message_that_is_no_hello_ends_the_connection(message):

@@ -12,7 +12,7 @@ import pytest
 
 from libra import clock
 from libra.errors import PeerError, SiteError
-from libra.wire.node import MAX_ENVELOPE_BYTES, NODE_PATH, PROTOCOL, Hello, ReplaceServer, Welcome
+from libra.wire.node import MAX_ENVELOPE_BYTES, NODE_PATH, PROTOCOL, DropRank, Hello, Welcome
 from libra_supervisor.nodes.allegiance import Allegiance
 from libra_supervisor.nodes.follower import FollowerEnd
 from libra_supervisor.nodes.leader import LeaderEnd
@@ -25,7 +25,7 @@ TOKEN = "a token of the nodes"
 TERMS = LeaseTerms(lease_s=5.0, orphan_grace_s=5.0)
 HELLO = Hello(
     protocol=PROTOCOL, version="1", config_digest="d", run_id="", node=1, host="h", boot_id="b",
-    pid=1, start_ticks=1, dial=1, num_slots=None,
+    pid=1, start_ticks=1, dial=1, devices=(),
 )  # fmt: skip
 pytestmark = pytest.mark.anyio
 
@@ -66,7 +66,7 @@ class NotingHands:
         self.obeyed = []
         self.heard = anyio.Event()
 
-    def servers(self):
+    def children(self):
         return ()
 
     async def begin(self, welcome):
@@ -102,10 +102,10 @@ async def test_a_node_joins_and_is_told_things_past_any_proxy(host, monkeypatch)
         while not news:
             await clock.sleep(0.01)
         assert isinstance(news[0], NodeJoined)
-        end.tell(1, ReplaceServer("vllm-0", "why"))
+        end.tell(1, DropRank(0))
         await hands.heard.wait()
         tasks.cancel_scope.cancel()
-    assert hands.obeyed == [ReplaceServer("vllm-0", "why")]
+    assert hands.obeyed == [DropRank(0)]
 
 
 @pytest.mark.parametrize("given", ["", "another token", "ä", TOKEN[:-1]])

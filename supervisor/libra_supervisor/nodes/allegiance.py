@@ -10,7 +10,7 @@ from collections import deque
 import msgspec
 
 from libra.errors import PeerError
-from libra.ids import InstanceId
+from libra.ids import ChildId
 from libra.wire.node import Envelope, Hello, Refused, Welcome
 from libra_supervisor.nodes.lease import Lease, LeaseTerms, Standing
 from libra_supervisor.nodes.session import KeepLimits, Session
@@ -76,7 +76,7 @@ class Allegiance:
     def lease(self) -> Lease:
         return self._lease
 
-    def hello(self, servers: tuple[InstanceId, ...]) -> Hello:
+    def hello(self, children: tuple[ChildId, ...]) -> Hello:
         """For the connection that is being opened."""
         self._num_dials += 1
         return msgspec.structs.replace(
@@ -86,7 +86,7 @@ class Allegiance:
             session=self._session_id,
             received=self._session.received,
             dial=self._num_dials,
-            servers=servers,
+            children=children,
         )
 
     def on_reply(

@@ -15,7 +15,7 @@ import msgspec
 
 from libra import clock
 from libra.errors import ConfigError, InvariantError, OverloadedError, PeerError, ungrouped
-from libra.ids import InstanceId
+from libra.ids import ChildId
 from libra.tracing.log import get_log
 from libra.wire.node import Envelope, NodeCommand, NodeEvent, Welcome
 from libra_supervisor.nodes.allegiance import Allegiance, Opened, SessionOver, TurnedAway
@@ -38,8 +38,8 @@ _log = get_log()
 class Hands(Protocol):
     """What a follower does. `obey` is called for one command after the other."""
 
-    def servers(self) -> tuple[InstanceId, ...]:
-        """Servers that run here."""
+    def children(self) -> tuple[ChildId, ...]:
+        """What runs here."""
 
     async def begin(self, welcome: Welcome) -> None:
         """A new session: what is done from here on is done under that leader."""
@@ -123,7 +123,7 @@ class FollowerEnd:
         return self._num_answers > num_answers
 
     async def _is_taken_in(self, connection: Connection) -> bool:
-        hello = self._allegiance.hello(self._hands.servers())
+        hello = self._allegiance.hello(self._hands.children())
         await connection.send(msgspec.msgpack.encode(hello))
         try:
             with anyio.fail_after(REPLY_WAIT_S):

@@ -60,6 +60,10 @@ class LeaderEnd:
     def records(self) -> tuple[MemberRecord, ...]:
         return self._members.records
 
+    @property
+    def term(self) -> int:
+        return self._charter.term
+
     def has_let_go(self, node: NodeRank) -> bool:
         return self._members.has_let_go(node, now=clock.now())
 
