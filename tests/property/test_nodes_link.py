@@ -320,12 +320,17 @@ class LinkMachine(RuleBasedStateMachine):
     def pass_time(self, seconds):
         # In steps: every machine that runs looks at its clock as time passes.
         for _ in range(10):
-            self.true += seconds / 10
-            for follower in self.living():
-                follower.settle()
-            for leader in self.leaders:
-                if leader.runs:
-                    leader.note(leader.members.on_time(now=leader.now))
+            self.step(seconds / 10)
+
+    def step(self, seconds):
+        self.true += seconds
+        for follower in self.living():
+            follower.settle()
+        for leader in self.leaders:
+            if leader.runs:
+                leader.note(leader.members.on_time(now=leader.now))
+        self.a_lost_node_has_let_go()
+        self.no_two_attempts_run_at_once()
 
     @rule(number=st.integers(0, 5))
     def beat(self, number):
@@ -382,6 +387,27 @@ class LinkMachine(RuleBasedStateMachine):
         self.leaders[which % len(self.leaders)].is_paused = False
 
     # Gangs: ranks on every member; another attempt only after all of the one before are gone
+
+    @rule(number=st.integers(0, 5), is_leader_told=st.booleans())
+    def isolate(self, number, is_leader_told):
+        """A member works and is cut off until its leader has given it up, looked at closely."""
+        self.join(number, 0)
+        self.start_gang(-1)
+        self.exchange(number)
+        self.cut(len(self.wires) - 1, is_leader_told)
+        for _ in range(60):
+            self.step(0.25)
+
+    @rule(number=st.integers(0, 5), count=st.integers(1, 6))
+    def interrupt(self, number, count):
+        """A connection ends while messages are under way in both directions, and another begins."""
+        self.join(number, 0)
+        for _ in range(3):
+            self.command(number, -1)
+            self.report(number)
+        self.deliver(0, count)
+        self.cut(len(self.wires) - 1, False)
+        self.join(number, 0)
 
     @rule(number=st.integers(0, 5))
     def take_over(self, number):
@@ -515,5 +541,5 @@ class LinkMachine(RuleBasedStateMachine):
         raise AssertionError("messages without end")
 
 
-LinkMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+LinkMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 TestLink = LinkMachine.TestCase

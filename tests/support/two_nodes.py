@@ -75,16 +75,13 @@ class TwoNodes:
             boot_id="b", pid=os.getpid(), start_ticks=1, dial=0, devices=(),
         )  # fmt: skip
 
-        async def spawner_for(run_id):
-            assert run_id == self.place.run_id
-            return self.place.spawner
-
         async def on_begin(_welcome):
             pass
 
         async with anyio.create_task_group() as tasks:
             self.hands = NodeHands(
-                spawner_for,
+                self.place.spawner,
+                run_id=self.place.run_id,
                 tasks=tasks,
                 environ={
                     "PATH": os.environ["PATH"],

@@ -63,20 +63,19 @@ class HeldChild:
 class NodeHands:
     """`libra_supervisor.nodes.follower.Hands`. `tasks` owns what takes time."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a node's processes need of it
         self,
-        spawner_for: Callable[[RunId], Awaitable[Spawner]],
+        spawner: Spawner,
         *,
+        run_id: RunId,
         tasks: anyio.abc.TaskGroup,
         environ: Mapping[str, str],
         deadlines: StopDeadlines,
         on_begin: Callable[[Welcome], Awaitable[None]],
         on_leave: Callable[[int, str], None],
     ) -> None:
-        """`spawner_for` is called once, when the leader has told the run's id."""
-        self._spawner_for = spawner_for
-        self._spawner: Spawner | None = None
-        self._run_id = RunId("")
+        self._spawner = spawner
+        self._run_id = run_id
         self._tasks = tasks
         self._environ = environ
         self._deadlines = deadlines
@@ -103,9 +102,6 @@ class NodeHands:
 
     async def begin(self, welcome: Welcome) -> None:
         await self._on_begin(welcome)
-        if self._spawner is None:
-            self._run_id = welcome.run_id
-            self._spawner = await self._spawner_for(welcome.run_id)
         self._session += 1
         self._swept = anyio.Event()
 
@@ -174,7 +170,7 @@ class NodeHands:
         await self._swept.wait()
         before = [it for it in self._held.values() if it.child_id == command.child_id]
         await self._end_all(before, self._deadlines)
-        if session != self._session or self._spawner is None:
+        if session != self._session:
             return
         try:
             child = await self._spawner.spawn(self._spec(command), command.incarnation)
@@ -204,8 +200,6 @@ class NodeHands:
         await self._swept.wait()
         before = [it for it in self._held.values() if it.child_id == command.child_id]
         await self._end_all(before, self._deadlines)
-        if self._spawner is None:
-            return
         ended = await self._spawner.clear(command.child_id, command.kill_wait_s)
         self._say(_tree_gone(command.call, ended))
 
