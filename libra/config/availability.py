@@ -1,18 +1,11 @@
-"""Values that are right but cannot be used: not built yet, or beyond the installed packages.
+"""Values that are right but cannot be used: not built yet, or beyond the installed packages."""
 
-NOT_YET only shrinks. What the installed stack cannot do is another matter, and said as such.
-"""
-
-from collections.abc import Callable, Collection
-from typing import Any, Final
-
-import msgspec
+from collections.abc import Collection, Iterator
+from typing import Final
 
 from libra.config.environment import Environment
 from libra.config.problems import Problem
 from libra.config.run import RunConfig
-from libra.config.surface import all_options, value_of
-from libra.config.wording import yaml_words
 
 SUPPORTED_ARCHITECTURES: Final = frozenset(
     {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM"}
@@ -20,68 +13,9 @@ SUPPORTED_ARCHITECTURES: Final = frozenset(
 """What the trainer maps between Hugging Face and Megatron-Core; FSDP takes any."""
 
 
-class Gap(msgspec.Struct, frozen=True):
-    """An option refused while `is_needed` holds for its value."""
-
-    path: str
-    reason: str
-    is_needed: Callable[[Any], bool] | None = None
-    """None: any value but the default."""
-
-    def applies_to(self, config: RunConfig) -> bool:
-        """Whether `config` asks for what is not there."""
-        value = value_of(config, self.path)
-        if self.is_needed is None:
-            return bool(value != all_options()[self.path].default)
-        return self.is_needed(value)
-
-
-def _is(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: value in values
-
-
-def _gaps(prefix: str, names: str, reason: str) -> tuple[Gap, ...]:
-    return tuple(Gap(f"{prefix}.{name}", reason) for name in names.split())
-
-
-PLANNER: Final = "global_resource_planner"
-
-NOT_YET: Final = (
-    *_gaps(
-        PLANNER,
-        "runtime_dynamic_reconfiguration_enabled runtime_online_replanning "
-        "runtime_rollout_reconfigure_strategy runtime_cluster_swap_enabled "
-        "runtime_reconfigure_training runtime_training_pool_plan_only "
-        "runtime_drain_before_reconfigure decouple_communication_domains "
-        "elastic_hybrid_replica_size_gpus elastic_hybrid_min_rollout_gpus",
-        "the elastic runtime is not built",
-    ),
-    *_gaps(
-        PLANNER,
-        "runtime_batch_collection_timeout_s runtime_batch_collection_max_retries",
-        "batch collection has no timeout of its own",
-    ),
-    *(
-        Gap(path, "a run uses one node")
-        for path in all_options()
-        if path == "nodes" or path.startswith("node_")
-    ),
-)
-"""Remove an entry when its option takes effect; nothing else has to change."""
-
-
 def check_availability(config: RunConfig, environment: Environment) -> tuple[Problem, ...]:
     """Find what this configuration asks for that a run cannot do yet."""
-    problems = [
-        Problem(path=gap.path, what=f"is not available yet: {gap.reason}", hint=_allowed(gap))
-        for gap in NOT_YET
-        if gap.applies_to(config)
-    ]
-    return (*problems, *_check_key_value_heads(config), *_check_nodes(config, environment))
-
-
-def _allowed(gap: Gap) -> str:
-    return f"the default is {yaml_words(all_options()[gap.path].default)}"
+    return (*_check_key_value_heads(config), *_check_nodes(config, environment))
 
 
 def check_stack(config: RunConfig, *, has_transformer_engine: bool) -> tuple[Problem, ...]:
@@ -132,13 +66,29 @@ def _check_key_value_heads(config: RunConfig) -> tuple[Problem, ...]:
     return (Problem(path="train_tp_size", what=f"{what}is not built", hint=hint),)
 
 
-def _check_nodes(config: RunConfig, environment: Environment) -> tuple[Problem, ...]:
-    nodes = config.hardware.nodes if config.hardware else 1
-    if nodes > 1:
-        what = f"{nodes} nodes are not available yet: a run uses one node"
-        return (Problem(path="hardware.nodes", what=what, hint="plan and simulate take any size"),)
-    if environment.slurm and environment.slurm.num_step_nodes > 1:
-        what = f"this Slurm step has {environment.slurm.num_step_nodes} nodes, a run uses one"
-        hint = "start it with srun --nodes=1 --ntasks=1"
-        return (Problem(path="", what=f"not available yet: {what}", hint=hint),)
-    return ()
+def _check_nodes(config: RunConfig, environment: Environment) -> Iterator[Problem]:
+    """Find what a run over several nodes cannot do yet, and nodes that nobody has named."""
+    step = environment.slurm
+    num_nodes = max(len(config.cluster.nodes), step.num_step_nodes if step else 1)
+    described = config.hardware.nodes if config.hardware else 1
+    if described > 1 and num_nodes == 1:
+        yield Problem(
+            path="hardware.nodes",
+            what=f"describes {described} nodes, and nobody says which they are",
+            hint="name them in nodes, or start one task on each with srun",
+            related=("nodes",),
+        )
+    if num_nodes == 1:
+        return
+    planner = "global_resource_planner"
+    for path, is_set in (
+        (
+            f"{planner}.runtime_dynamic_reconfiguration_enabled",
+            config.global_resource_planner.runtime_dynamic_reconfiguration_enabled,
+        ),
+        ("heterogeneous_rollout.endpoints", bool(config.heterogeneous_rollout.endpoints)),
+        ("rollout_weight_sync_mode", config.weights.rollout_weight_sync_mode == "nccl"),
+    ):
+        if is_set:
+            what = "is not available yet on several nodes"
+            yield Problem(path=path, what=what, hint="leave it at its default", related=("nodes",))

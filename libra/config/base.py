@@ -13,6 +13,7 @@ DecayRate = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 """Weight of the past in a running mean; 1 would never move."""
 
 Multiplier = Annotated[float, msgspec.Meta(ge=0, le=1000)]
+Margin = Annotated[float, msgspec.Meta(ge=1)]
 Gibibytes = Annotated[float, msgspec.Meta(ge=0, le=1_000_000)]
 """More would overflow where sizes are whole numbers of bytes."""
 

@@ -4,7 +4,7 @@ With Slurm (`srun`, one task per node) the members come from its variables and `
 """
 
 import re
-from typing import Final, Literal
+from typing import Final
 
 from libra.config.base import Config, NonNegativeFloat, PathText, Port, Seconds
 
@@ -64,10 +64,6 @@ class NodesConfig(Config, frozen=True, kw_only=True):
     node_orphan_grace_s: NonNegativeFloat = 120.0
     """How much longer its servers wait for a leader that is started again, in seconds; its ranks
     do not wait."""
-
-    node_loss_policy: Literal["wait", "shrink"] = "wait"
-    """Training after the loss of a node it needs: wait for the node, or go on from the newest
-    checkpoint on what is left."""
 
     node_token_file: PathText = ""
     """File with the secret that the nodes share, readable by its owner alone. Empty: the

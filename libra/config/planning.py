@@ -8,6 +8,7 @@ from libra.config.base import (
     Config,
     Count,
     LogSpread,
+    Margin,
     Multiplier,
     PathText,
     PositiveCount,
@@ -93,7 +94,28 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
     """Master switch for reconfiguration while the run goes on."""
 
     runtime_online_replanning: bool = False
-    """Use online metrics in planner decisions."""
+    """Use online metrics in planner decisions: lengths and step times of this run decide when the
+    plan is looked at, and what it is compared on. When false, only the verb `replan` looks at it,
+    for the configured prior and what the calibration held at the start."""
+
+    runtime_replan_interval_steps: PositiveCount = 10
+    """Training steps from one look at the plan to the next when nothing else asks for one."""
+
+    runtime_replan_cooldown_s: Seconds = 300.0
+    """Seconds after a change of the plan in which none is decided; longer after each further one in
+    a row that failed."""
+
+    runtime_replan_window_steps: PositiveCount = 16
+    """Training steps whose lengths and times the planner looks back on; fewer after a change of
+    what is observed."""
+
+    runtime_payback_steps: PositiveCount = 50
+    """Training steps within which a change of the plan must have earned what it costs; fewer when
+    the run ends before."""
+
+    runtime_switch_cost_prior_s: Seconds = 60.0
+    """Seconds of step time that a change of the plan is taken to cost until one of its kind has
+    been measured in this run; twice that for another layout of the training core."""
 
     runtime_manage_rollout_processes: bool = True
     """Let Libra start, stop and adopt rollout processes; false uses the servers in
@@ -127,6 +149,14 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
     elastic_hybrid_min_rollout_gpus: Count = 1
     """Rollout GPUs that the elastic hybrid pool may never borrow."""
 
+    elastic_hybrid_contribution_timeout_s: Seconds = 30.0
+    """Seconds that the core waits for the gradients of a hybrid replica once it has its own; a
+    replica that is later is dropped from the step and from the pool."""
+
+    elastic_hybrid_norm_limit: Margin = 100.0
+    """A hybrid replica's gradients are dropped when their norm is more than this many times that of
+    one of the core's own replicas."""
+
     elastic_hybrid_max_workers: Count | None = None
     """Deprecated and ignored, with a warning: the elastic hybrid pool has no policy maximum."""
 
@@ -135,7 +165,11 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
     responses are the ones a short limit would cut."""
 
     runtime_batch_collection_max_retries: Count = 3
-    """Retries after a batch collection timeout."""
+    """Retries after a batch collection timeout. Each asks anew for the samples that have been
+    running for longer than the timeout, and for nothing else."""
+
+    runtime_batch_collection_allow_partial: bool = False
+    """After the retries, train on the complete groups that are there; false ends the run."""
 
     runtime_drain_before_reconfigure: bool = True
     """Drain in-flight rollout work before a change at run time."""

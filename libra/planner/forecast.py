@@ -15,8 +15,8 @@ from libra.planner.calibration import Calibration, Observation, Operation
 from libra.planner.cost_models import CostModels, cost_models
 from libra.planner.demand import Demand, num_batches_in_flight, prefill_share
 from libra.planner.memory import TrainMemory
+from libra.planner.pricing import train_work
 from libra.planner.rollout_cost import step_seconds, workload_of
-from libra.planner.search import train_work
 from libra.planner.spread import spread_over
 from libra.planner.train_layout import TrainLayout
 

@@ -1,5 +1,6 @@
 """The plan: which slots train, which slots serve, and how each side is cut up."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
@@ -80,6 +81,37 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_hybrid_gpus(self) -> int:
         return sum(len(hybrid.slots) for hybrid in self.hybrids)
+
+
+def with_hybrids_in_core(plan: Plan) -> Plan:
+    """The same devices without hybrid replicas: each is one more data-parallel replica."""
+    train, hybrids = plan.train, plan.hybrids
+    grid = train.tp * train.pp * train.cp
+    more = tuple(slot for hybrid in hybrids for slot in hybrid.slots)
+    nodes = tuple(node for it in hybrids for node in it.nodes or (it.node,) * len(it.slots))
+    is_on_one_node = not train.nodes and set(nodes) <= {train.node}
+    own = train.nodes or (train.node,) * len(train.slots)
+    core = msgspec.structs.replace(
+        train,
+        dp=train.dp + len(more) // grid,
+        slots=(*train.slots, *more),
+        nodes=() if is_on_one_node else (*own, *nodes),
+    )
+    return msgspec.structs.replace(plan, train=core, hybrids=())
+
+
+def plan_in_words(plan: Plan) -> str:
+    """`train 2 GPUs (TP 1, PP 1, CP 1, DP 2), rollout 2 GPUs (2 x TP 1)`."""
+    train = plan.train
+    degrees = Counter(instance.tp for instance in plan.instances)
+    buckets = ", ".join(f"{count} x TP {tp}" for tp, count in sorted(degrees.items()))
+    plural = "s" if len(plan.hybrids) > 1 else ""
+    hybrids = f", {len(plan.hybrids)} hybrid replica{plural} on {plan.num_hybrid_gpus} GPUs"
+    return (
+        f"train {train.world_size} GPUs (TP {train.tp}, PP {train.pp}, CP {train.cp}, "
+        f"DP {train.dp}){hybrids if plan.hybrids else ''}, "
+        f"rollout {plan.num_rollout_gpus} GPUs ({buckets})"
+    )
 
 
 def configured_plan(config: RunConfig) -> Plan:

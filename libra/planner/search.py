@@ -11,7 +11,6 @@ from math import inf
 
 import msgspec
 
-from libra.config.availability import NOT_YET
 from libra.config.run import RunConfig
 from libra.errors import InfeasiblePlanError
 from libra.planner.calibration import Calibration, book_of
@@ -21,13 +20,12 @@ from libra.planner.layout import RolloutLayout
 from libra.planner.pace import RolloutPace, step_seconds
 from libra.planner.placement import free_slots, place
 from libra.planner.plan import Plan, configured_plan
+from libra.planner.pricing import estimate_of, layout_of, pace_terms, train_work
 from libra.planner.pruning import Pruned, PruneLog
 from libra.planner.report import Estimate, Option, PlanReport
 from libra.planner.rollout_cost import workload_of
 from libra.planner.rollout_search import instance_costs
-from libra.planner.rollout_side import PaceTerms, RolloutSide, waste_factor
-from libra.planner.spread import spread_over
-from libra.planner.train_cost import TrainWork
+from libra.planner.rollout_side import RolloutSide
 from libra.planner.train_layout import TrainLayout
 from libra.planner.train_search import TrainCandidate, TrainSearch
 
@@ -53,14 +51,12 @@ def plan(
     calibration: Calibration | None = None,
     excluded: frozenset[TrainLayout] = frozenset(),
     lengths_known: bool = False,
-    only_built: bool = True,
 ) -> PlanReport:
     """The plan that `initial_allocation_strategy` asks for.
 
     `demand` defaults to the configured prior; `excluded` layouts failed their recompute probe.
     `lengths_known` plans for a router that sends the longest requests to the widest instances,
-    which the scheduler does not do: it is for comparison. So is `only_built` false, which lets the
-    plan use what the trainer cannot do yet.
+    which the scheduler does not do: it is for comparison.
     Raises ConfigError when `grp` lacks a description of hardware or model, InfeasiblePlanError when
     no split works; its message holds the reasons.
     """
@@ -73,7 +69,7 @@ def plan(
         config,
         demand,
         cost_models(config, book),
-        choices=_Choices(excluded=excluded, lengths_known=lengths_known, only_built=only_built),
+        choices=_Choices(excluded=excluded, lengths_known=lengths_known),
     )
     return search.report()
 
@@ -83,7 +79,6 @@ class _Choices(msgspec.Struct, frozen=True, kw_only=True):
 
     excluded: frozenset[TrainLayout]
     lengths_known: bool
-    only_built: bool
 
 
 class _Search:
@@ -116,7 +111,6 @@ class _Search:
             work=train_work(config, demand),
             gpu_counts=self._gpu_counts(),
             excluded=choices.excluded,
-            unbuilt=unbuilt_options() if choices.only_built else {},
         )
 
     def report(self) -> PlanReport:
@@ -331,31 +325,6 @@ class _Search:
         return f"{what} on {self._num_gpus} GPUs:\n  {shown}{rest}"
 
 
-def train_work(config: RunConfig, demand: Demand) -> TrainWork:
-    training = config.training
-    return TrainWork(demand, mini_batch_size=training.mini_batch_size or training.batch_size)
-
-
-def pace_terms(config: RunConfig, demand: Demand, models: CostModels) -> PaceTerms:
-    """How staleness and reloads bind rollout to training."""
-    weights, publish = config.weights, models.publish
-    # Between two syncs the engines' version falls behind; on average by half of that.
-    behind = (weights.sync_interval - 1) / 2
-    publishes = weights.rollout_weight_sync_mode != "none"
-    return PaceTerms(
-        num_batches=demand.num_batches,
-        max_staleness=config.rollout.max_head_offpolicyness - behind if publishes else inf,
-        export_s=publish.step_export_s(),
-        pause_s_of=lambda tps: max(map(publish.step_pause_s, tps), default=0.0),
-        sync_s_of=publish.step_sync_s,
-    )
-
-
-def unbuilt_options() -> dict[str, str]:
-    """Options whose other values a run would refuse, and why."""
-    return {gap.path: gap.reason for gap in NOT_YET}
-
-
 def format_tps(tps: Sequence[int]) -> str:
     """`2 x TP4 + 6 x TP1`, largest first."""
     degrees = sorted(set(tps), reverse=True)
@@ -365,45 +334,13 @@ def format_tps(tps: Sequence[int]) -> str:
 def _configured(config: RunConfig, demand: Demand, calibration: Calibration | None) -> PlanReport:
     """The pinned split, with estimates when hardware and model are described."""
     placed = configured_plan(config)
-    train = TrainLayout(
-        tp=placed.train.tp,
-        ep=placed.train.ep,
-        pp=placed.train.pp,
-        cp=placed.train.cp,
-        dp=placed.train.dp,
-        micro_batch_size=config.training.micro_batch_size,
-    )
+    train = layout_of(placed.train, micro_batch_size=config.training.micro_batch_size)
     tps = tuple(sorted((instance.tp for instance in placed.instances), reverse=True))
     estimate = None
     notes: tuple[str, ...] = ("no estimates: hardware or model_arch are not described",)
     if config.hardware is not None and config.model_arch is not None:
         book = calibration or book_of(config.hardware, config.model_arch)
-        models = cost_models(config, book)
-        rollout, one_batch = (
-            spread_over(
-                [models.instance.cost(tp) for tp in tps],
-                workload_of(msgspec.structs.replace(demand, num_batches=num_batches)),
-                by_capacity=config.heterogeneous_rollout.scheduling.load_metric == "kv_tokens",
-            )
-            for num_batches in (demand.num_batches, 1)
-        )
-        terms = pace_terms(config, demand, models)
-        estimate = Estimate(
-            train=models.train.cost(train, train_work(config, demand)),
-            train_budget=models.train_memory.budget(train),
-            rollout=rollout,
-            num_batches=demand.num_batches,
-            export_s=terms.export_s,
-            sync_s=terms.sync_s_of(tps),
-            pace=RolloutPace(
-                one_batch_s=one_batch.makespan_s,
-                all_batches_s=rollout.makespan_s,
-                num_batches=terms.num_batches,
-                max_staleness=terms.max_staleness,
-                waste_factor=waste_factor(terms.max_staleness),
-                pause_s=terms.pause_s_of(tps),
-            ),
-        )
+        estimate = estimate_of(config, demand, cost_models(config, book), train=train, tps=tps)
         notes = ()
     choice = Option(train=train, rollout_tps=tps, estimate=estimate)
     return PlanReport(

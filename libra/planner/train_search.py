@@ -6,10 +6,9 @@ below it (most data parallelism, smallest micro-batch) passes the bubble and mem
 raised only until something fits, since it costs links and nothing else is gained by it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from math import inf
-from types import MappingProxyType
 
 import msgspec
 
@@ -21,7 +20,6 @@ from libra.planner.pruning import PruneLog
 from libra.planner.train_cost import TrainCost, TrainWork
 from libra.planner.train_layout import TrainLayout
 
-_CP, _EP = "train_cp_size", "train_ep_size"
 _LARGEST_MICRO_BATCH_GROWTH = 8
 _LARGEST_CP_GROWTH = 8
 _ALIKE = 1.01
@@ -47,16 +45,11 @@ class TrainSearch:
         work: TrainWork,
         gpu_counts: Sequence[int],
         excluded: frozenset[TrainLayout] = frozenset(),
-        unbuilt: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`gpu_counts` are the totals to consider, ascending. `excluded` layouts failed a probe.
-
-        `unbuilt`: options whose other values the trainer cannot do yet, and why.
-        """
+        """`gpu_counts` are the totals to consider, ascending. `excluded` layouts failed a probe."""
         self._config, self._work = config, work
         self._model, self._memory = models.train, models.train_memory
         self._gpu_counts, self._excluded = tuple(gpu_counts), excluded
-        self._unbuilt = unbuilt
         self._mini_batch = config.training.mini_batch_size or config.training.batch_size
         self._log = PruneLog()
         self._left_dps: dict[int, dict[str, set[int]]] = {}
@@ -151,9 +144,7 @@ class TrainSearch:
         limit = planner.train_ep_comm_compute_ratio_threshold
         for ep in _allowed(planner.allowed_train_ep, arch.num_experts):
             ratio = self._model.expert_comm_ratio(tp, ep)
-            if ep > 1 and _EP in self._unbuilt:
-                self._log.cut(f"TP{tp} EP{ep}", self._unbuilt[_EP])
-            elif arch.num_experts % ep:
+            if arch.num_experts % ep:
                 self._log.cut(f"TP{tp} EP{ep}", f"{arch.num_experts} experts do not divide by it")
             elif ratio > limit:
                 self._log.cut(
@@ -188,9 +179,6 @@ class TrainSearch:
         smallest = self._config.training.train_cp_size
         largest = min(smallest * _LARGEST_CP_GROWTH, self._gpu_counts[-1] // (tp * pp))
         for cp in _powers(smallest, largest):
-            if cp > smallest and _CP in self._unbuilt:
-                self._log.cut(_branch(tp, ep, pp, cp), self._unbuilt[_CP])
-                return
             found = False
             for layout in self._leaves_at(tp, ep, pp, cp):
                 found = True

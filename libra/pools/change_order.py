@@ -135,11 +135,13 @@ class _State:
 
 
 def _end_leavers(state: _State) -> Transition | None:
-    stages = (*WITHOUT_DEVICE, *ENDING, Stage.STARTING, Stage.DRAINED)
+    stages = (*WITHOUT_DEVICE, *ENDING, Stage.DRAINED)
     doomed = [it.instance_id for it in state.leaving if it.stage in stages]
     # A stayer whose end has begun comes back when its end is over.
     doomed += [it.instance_id for it in state.staying if it.stage in ENDING]
-    draining = [it.instance_id for it in state.leaving if it.stage is Stage.DRAINING]
+    # What does not serve any more may still have requests from when it did.
+    undone = (Stage.DRAINING, Stage.STARTING)
+    draining = [it.instance_id for it in state.leaving if it.stage in undone]
     if draining:
         return Drain(tuple(draining), state.rules.gives_back)
     return Stop(tuple(doomed)) if doomed else None

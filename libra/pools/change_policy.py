@@ -27,6 +27,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Of one run."""
 
     is_enabled: bool
+    manages_rollout: bool
+    """False: the servers are somebody else's, who starts and stops them."""
+
     strategy: Strategy
     swaps: bool
     """Devices may change sides between the core and rollout."""
@@ -59,6 +62,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 def policy_of(planner: PlannerConfig, *, num_slots: int) -> Policy:
     return Policy(
         is_enabled=planner.runtime_dynamic_reconfiguration_enabled,
+        manages_rollout=planner.runtime_manage_rollout_processes,
         strategy=planner.runtime_rollout_reconfigure_strategy,
         swaps=planner.runtime_cluster_swap_enabled,
         changes_training=planner.runtime_reconfigure_training,
@@ -112,6 +116,8 @@ def judged(
 def _forbidden(policy: Policy, old: Plan, wanted: Plan) -> str:
     if not policy.is_enabled:
         return "runtime_dynamic_reconfiguration_enabled is false"
+    if not policy.manages_rollout and old.instances != wanted.instances:
+        return "the servers are run by somebody else: runtime_manage_rollout_processes is false"
     if _changes_training(old, wanted) and not (policy.changes_training or policy.is_plan_only):
         return "the training side would change, and runtime_reconfigure_training is false"
     if not policy.swaps and (crossing := _crossing(old, wanted)):

@@ -9,6 +9,9 @@ from libra.ids import Incarnation, InstanceId, PolicyVersion
 
 
 class MemberState(Enum):
+    WARMING = "warming"
+    """A process comes up to the point where it needs its devices, which others still have."""
+
     STARTING = "starting"
     """A process is coming up, or is about to be started."""
 
@@ -39,6 +42,7 @@ ANSWERING = frozenset(
 )
 
 LEGAL_MOVES: dict[MemberState, frozenset[MemberState]] = {
+    MemberState.WARMING: _ENDS | {MemberState.STARTING},
     MemberState.STARTING: _ENDS | {MemberState.STALE},
     # A process that answers may come to answer in another way, turn out broken, or end.
     **{state: (ANSWERING - {state}) | _ENDS | {MemberState.QUARANTINED} for state in ANSWERING},
@@ -63,7 +67,10 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     is_drained_by_operator: bool = False
     is_leaving: bool = False
-    """Its process is to be replaced; until it is gone nothing new is sent to it."""
+    """Its process is to be replaced, or it leaves the plan; nothing new is sent to it."""
+
+    is_leaving_plan: bool = False
+    """It leaves the plan: a process that comes in its place does not change that."""
 
     is_planned_restart: bool = False
     """A reload ended the process before this one, so the instance keeps its prompts."""

@@ -19,6 +19,12 @@ class RolloutPool:
             for instance_id, num_gpus in instances
         }
 
+    def __contains__(self, instance_id: InstanceId) -> bool:
+        return instance_id in self._members
+
+    def get(self, instance_id: InstanceId) -> Member | None:
+        return self._members.get(instance_id)
+
     def __getitem__(self, instance_id: InstanceId) -> Member:
         return self._members[instance_id]
 
@@ -35,7 +41,8 @@ class RolloutPool:
     @property
     def num_possible_gpus(self) -> int:
         """GPUs that serve now or may serve again."""
-        return sum(m.num_gpus for m in self._members.values() if m.state is not MemberState.GONE)
+        lost = (MemberState.GONE, MemberState.WARMING)
+        return sum(m.num_gpus for m in self._members.values() if m.state not in lost)
 
     @property
     def answering_ids(self) -> tuple[InstanceId, ...]:
@@ -47,6 +54,28 @@ class RolloutPool:
         """True when no member is on its way up."""
         return not self.ids_in(MemberState.STARTING, MemberState.RESTARTING)
 
+    def add(
+        self, instance_id: InstanceId, num_gpus: int, *, now: float, is_warming: bool = False
+    ) -> None:
+        """Take in a new member, or one that was gone; `is_warming`: it has no devices yet."""
+        member = self._members.get(instance_id)
+        if member is not None and member.state is not MemberState.GONE:
+            raise InvariantError(f"{instance_id} is a member of this pool already")
+        state = MemberState.WARMING if is_warming else MemberState.STARTING
+        self._members[instance_id] = Member(
+            instance_id=instance_id, num_gpus=num_gpus, state=state, since=now
+        )
+
+    def remove(self, instance_id: InstanceId) -> None:
+        """Its process has ended and does not come back."""
+        self._members.pop(instance_id, None)
+
+    def on_given_devices(self, instance_id: InstanceId, *, now: float) -> None:
+        """A member that was warming has its devices now."""
+        member = self._members[instance_id]
+        if member.state is MemberState.WARMING:
+            self._set(moved(member, MemberState.STARTING, now=now))
+
     def on_started(self, instance_id: InstanceId, incarnation: Incarnation, *, now: float) -> None:
         """A process for the instance has been spawned."""
         member = self._members[instance_id]
@@ -54,7 +83,11 @@ class RolloutPool:
             member = moved(member, MemberState.STARTING, now=now)
         self._set(
             msgspec.structs.replace(
-                member, incarnation=incarnation, version=None, since=now, is_leaving=False
+                member,
+                incarnation=incarnation,
+                version=None,
+                since=now,
+                is_leaving=member.is_leaving_plan,
             )
         )
 
@@ -137,7 +170,7 @@ class RolloutPool:
                 now=now,
                 version=None,
                 incarnation=None,
-                is_leaving=False,
+                is_leaving=member.is_leaving_plan,
                 is_planned_restart=is_planned,
                 last_error=error or member.last_error,
                 num_restarts=member.num_restarts + 1,
@@ -175,6 +208,32 @@ class RolloutPool:
             member = moved(member, MemberState.DRAINING, now=now)
         self._set(member)
 
+    def on_leave_wanted(self, instance_id: InstanceId, *, now: float) -> None:
+        """It is no part of the plan any more: drained, then stopped."""
+        member = msgspec.structs.replace(
+            self._members[instance_id], is_leaving=True, is_leaving_plan=True
+        )
+        if member.state is MemberState.SERVING:
+            member = moved(member, MemberState.DRAINING, now=now)
+        self._set(member)
+
+    def on_stay_wanted(
+        self, instance_id: InstanceId, *, committed: PolicyVersion | None, now: float
+    ) -> bool:
+        """It stays after all. True when it may be routed to at once; else it catches up first."""
+        member = msgspec.structs.replace(
+            self._members[instance_id], is_leaving=False, is_leaving_plan=False
+        )
+        if member.state is MemberState.RELOADING:
+            # Nobody waits for that reload any more.
+            member = moved(member, MemberState.STALE, now=now, version=None)
+        elif member.state is MemberState.DRAINING and not member.is_drained_by_operator:
+            is_current = committed is not None and member.version == committed
+            state = MemberState.SERVING if is_current else MemberState.STALE
+            member = moved(member, state, now=now)
+        self._set(member)
+        return member.state is MemberState.SERVING
+
     def _set(self, member: Member) -> None:
         if member.instance_id not in self._members:
             raise InvariantError(f"{member.instance_id} is not a member of this pool")
@@ -182,6 +241,7 @@ class RolloutPool:
 
 
 _UNUSABLE = (
+    MemberState.WARMING,
     MemberState.STARTING,
     MemberState.QUARANTINED,
     MemberState.RESTARTING,

@@ -14,6 +14,7 @@ transition.
 """
 
 from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -33,6 +34,9 @@ from libra.pools.transition import (
     in_words,
     is_over,
 )
+
+Ending: TypeAlias = Literal["done", "rolled_back", "failed"]
+"""The plan wanted is in force; the one before is, and serves; what is left of the one before is."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,8 +59,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """How a change ended."""
 
-    outcome: str
-    """`done`, `rolled_back` or `failed`."""
+    outcome: Ending
 
     reason: str
     plan: Plan
@@ -112,8 +115,10 @@ class Reconfiguration:
         return self._moved(instance_id, Stage.STARTING, Stage.SERVING, now)
 
     def on_lost(self, instance_id: InstanceId, *, now: float) -> tuple[Transition, ...]:
-        """It does not serve any more and may come back: its process died, or hangs."""
-        self._moved(instance_id, Stage.DRAINING, Stage.DRAINED, now, advances=False)
+        """It does not serve any more and may come back: its process died, or hangs.
+
+        One that is being drained has nothing in flight then, which is said like any other end.
+        """
         return self._moved(instance_id, Stage.SERVING, Stage.STARTING, now)
 
     def on_drained(self, instance_id: InstanceId, *, now: float) -> tuple[Transition, ...]:
@@ -213,14 +218,12 @@ class Reconfiguration:
         before: Stage,
         after: Stage,
         now: float,
-        *,
-        advances: bool = True,
     ) -> tuple[Transition, ...]:
         server = self.ground.find(instance_id)
         if server is None or server.stage is not before:
             return ()
         self.ground = self.ground.staged((instance_id,), after)
-        return self._advance(now) if advances else ()
+        return self._advance(now)
 
     def _advance(self, now: float) -> tuple[Transition, ...]:
         """Order whatever comes next, until there is something to wait for."""
@@ -318,10 +321,10 @@ class Reconfiguration:
         if not self.order.is_turned:
             self._finish("done", self.order.reason, self._target, now)
             return
-        outcome = "rolled_back" if self._is_whole else "failed"
+        outcome: Ending = "rolled_back" if self._is_whole else "failed"
         self._finish(outcome, self.order.turned_by, self._target, now)
 
-    def _finish(self, outcome: str, reason: str, plan: Plan, now: float) -> None:
+    def _finish(self, outcome: Ending, reason: str, plan: Plan, now: float) -> None:
         self.result = Result(
             outcome=outcome,
             reason=reason,

@@ -52,12 +52,15 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
     consumed: int
     dropped: int
+    written_off: int = 0
+    """Missing from batches that were trained on without being full. Never submitted, but staleness
+    counts whole batches."""
 
 
 def room(limits: BufferLimits, counts: Counts, serving_version: PolicyVersion) -> int:
     """Trajectories that may be admitted while new requests are answered by `serving_version`."""
     running = counts.enqueued + counts.running
-    accepted = counts.accepted + counts.consumed
+    accepted = counts.accepted + counts.consumed + counts.written_off
     by_law = capacity(
         max_head_offpolicyness=limits.max_head_offpolicyness,
         serving_version=serving_version,

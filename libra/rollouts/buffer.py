@@ -7,6 +7,7 @@ keep failing is quarantined. Groups complete, and are consumed, in any order.
 
 from collections import Counter, deque
 from collections.abc import Iterable
+from math import lcm
 from typing import TypeAlias
 
 import msgspec
@@ -33,6 +34,17 @@ class QuarantinePrompt(msgspec.Struct, frozen=True, tag=True):
 
 
 BufferCommand: TypeAlias = CancelGroup | QuarantinePrompt
+
+
+class MissingGroup(msgspec.Struct, frozen=True):
+    """A group that a batch may be waiting for."""
+
+    group_id: GroupId
+    samples: tuple[int, ...]
+    """By index: not finished."""
+
+    silent_since: float | None
+    """When the one that has been silent longest gave its last sign of life; None: none runs."""
 
 
 class BufferState(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +77,7 @@ class RolloutBuffer:
         self._running = 0
         self._accepted = 0
         self._consumed = 0
+        self._written_off = 0
         self._dropped: Counter[str] = Counter()
         self._num_late_reports = 0
         self._num_flat_drops = 0
@@ -78,6 +91,7 @@ class RolloutBuffer:
             accepted=self._accepted,
             consumed=self._consumed,
             dropped=self._dropped.total(),
+            written_off=self._written_off,
         )
 
     @property
@@ -215,6 +229,40 @@ class RolloutBuffer:
         num_groups = self._limits.batch_size // self._limits.n_samples
         if len(self._complete) < num_groups:
             return None
+        return self._taken(num_groups)
+
+    def take_partial(
+        self, *, version: PolicyVersion, multiple: int
+    ) -> tuple[CompleteGroup, ...] | None:
+        """What there is of a batch, in a multiple of `multiple` trajectories; None when too little.
+
+        What it lacks is never trained on: later batches are as large as ever.
+        """
+        self.drop_stale(version=version)
+        step = lcm(multiple, self._limits.n_samples) // self._limits.n_samples
+        num_groups = len(self._complete) // step * step
+        if num_groups == 0:
+            return None
+        batch = self._taken(num_groups)
+        self._written_off += self._limits.batch_size - sum(len(g.trajectories) for g in batch)
+        return batch
+
+    def missing(self) -> tuple[MissingGroup, ...]:
+        """Groups in progress, with what they are not complete without."""
+        return tuple(
+            MissingGroup(group_id, group.unfinished, group.oldest_renewal_at)
+            for group_id, group in self._open.items()
+        )
+
+    def ask_again(self, *, asked_before: float, now: float) -> dict[GroupId, tuple[int, ...]]:
+        """Running samples, by group, that were asked for before that; they are asked for anew."""
+        found = {
+            group_id: group.ask_again(asked_before=asked_before, now=now)
+            for group_id, group in self._open.items()
+        }
+        return {group_id: late for group_id, late in found.items() if late}
+
+    def _taken(self, num_groups: int) -> tuple[CompleteGroup, ...]:
         # The order of the data within one version: which group finished first is left to chance.
         batch = sorted(
             self._complete.values(),

@@ -54,6 +54,9 @@ class OpenGroup:
         self.admitted = admitted
         self._enqueued = set(range(admitted.n_samples))
         self._renewed_at: dict[int, float] = {}
+        self._asked_at: dict[int, float] = {}
+        """Of running samples: when they were started, or asked for anew."""
+
         self._finished: dict[int, Trajectory] = {}
 
     @property
@@ -81,7 +84,22 @@ class OpenGroup:
         if sample_index not in self._enqueued:
             raise InvariantError(f"{self.admitted.trajectory_id(sample_index)} was started twice")
         self._enqueued.remove(sample_index)
-        self._renewed_at[sample_index] = now
+        self._renewed_at[sample_index] = self._asked_at[sample_index] = now
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """Samples that the group is not complete without."""
+        return tuple(i for i in range(self.admitted.n_samples) if i not in self._finished)
+
+    def ask_again(self, *, asked_before: float, now: float) -> tuple[int, ...]:
+        """The running samples that were asked for before that, which they count as again from now.
+
+        What is finished stays.
+        """
+        late = tuple(sorted(i for i in self._renewed_at if self._asked_at[i] < asked_before))
+        for sample_index in late:
+            self._renewed_at[sample_index] = self._asked_at[sample_index] = now
+        return late
 
     def renew(self, sample_index: int, *, now: float) -> None:
         if sample_index in self._renewed_at:

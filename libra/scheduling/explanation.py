@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from libra.ids import Incarnation, InstanceId, PolicyVersion
-from libra.scheduling.load import LoadMetric
+from libra.scheduling.load import EngineLoad, LoadMetric
 from libra.scheduling.request import Filter, WaitReason
 from libra.scheduling.slot import UNKNOWN_VERSION, Slot
 
@@ -36,6 +36,9 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     kv_use_fraction: float | None
     num_queued: int | None
     """Requests that wait inside the server, of whomever. Like the use, as last scraped."""
+
+    engines: tuple[EngineLoad, ...]
+    """Of a data-parallel server each by itself; else empty."""
 
     snapshot_age_s: float | None
     """Age of the newest scrape; None: there was none."""
@@ -87,6 +90,7 @@ def view_of(slot: Slot, *, min_version: PolicyVersion | None, now: float) -> Ins
         kv_capacity_tokens=slot.kv_capacity_tokens,
         kv_use_fraction=None if seen is None else seen.kv_use_fraction,
         num_queued=None if waiting is None else int(waiting),
+        engines=() if seen is None else seen.engines,
         snapshot_age_s=None if seen is None else now - seen.sampled_at,
         signal_ages_s=feedback.ages_s(now),
         breaker=slot.breaker.state(now),

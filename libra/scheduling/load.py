@@ -10,6 +10,17 @@ from libra.ids import Incarnation, InstanceId
 LoadMetric: TypeAlias = Literal["requests", "tokens", "kv_tokens"]
 
 
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine of a data-parallel server, as last scraped. None: unknown."""
+
+    engine: str
+    """The label by which the server's metrics name it."""
+
+    num_running: float | None
+    num_waiting: float | None
+    kv_use_fraction: float | None
+
+
 class LoadSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One scrape of one server's /metrics, summed over its engines. None: unknown, never 0."""
 
@@ -35,6 +46,9 @@ class LoadSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     process_started_at_s: float | None = None
     """Unix time of the server's start; a change is a new process."""
+
+    engines: tuple[EngineLoad, ...] = ()
+    """What the figures above are made of, when the server has several. For people to see."""
 
 
 class RemoteLoad(msgspec.Struct, frozen=True, gc=False):

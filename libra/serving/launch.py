@@ -4,9 +4,11 @@ The server is vLLM's own, run in this process with Libra's middleware and plug-i
 environment that must be set is listed in `libra.serving.identity`.
 """
 
+import importlib
 import os
 import sys
-from collections.abc import MutableMapping, Sequence
+import time
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -24,11 +26,19 @@ from libra.serving.identity import (
 from libra.storage.arrival import when_visible
 from libra.storage.manifests import read_manifest, verify_weights
 from libra.weights.manifest import WeightsManifest
+from libra.wire.instance import GO_FILE_VARIABLE, WAITING_SUFFIX
 
 MIDDLEWARE = "libra.serving.middleware.LibraMiddleware"
 PLUGIN_NAME = "libra"
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_PATH = Path(__file__).parent / "plugin_path"
+GO_POLL_S = 0.02
+WARM_MODULES = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.model_executor.models.registry",
+)
 
 # The gate and the ledger live in the one API process, before the one engine.
 SINGLE_PROCESS_FLAGS = frozenset(
@@ -48,7 +58,26 @@ def main(arguments: Sequence[str]) -> None:
     sys.argv = ["vllm", "serve", *serve_arguments]
     from vllm.entrypoints.cli.main import main as vllm_main  # noqa: PLC0415 - env comes first
 
+    if go_file := os.environ.get(GO_FILE_VARIABLE):  # noqa: TID251 - the process's entry
+        warm_up()
+        wait_for_go(Path(go_file))
     vllm_main()
+
+
+def warm_up() -> None:
+    """Import what a server needs before it looks at a device: most of its start without weights."""
+    for name in WARM_MODULES:
+        importlib.import_module(name)
+
+
+def wait_for_go(go_file: Path, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Say that everything but the devices is there; return when they are given."""
+    waiting = go_file.with_name(go_file.name + WAITING_SUFFIX)
+    waiting.touch()
+    while not go_file.exists():
+        sleep(GO_POLL_S)
+    waiting.unlink(missing_ok=True)
+    go_file.unlink(missing_ok=True)
 
 
 def prepare(arguments: Sequence[str], environment: MutableMapping[str, str]) -> list[str]:

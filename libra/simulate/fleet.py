@@ -50,6 +50,8 @@ class Instance:
         self.reservation_of: dict[EngineRequest, Reservation] = {}
         self.armed_for = inf
         self.when_empty: Callable[[], None] | None = None
+        self.when_drained: Callable[[], None] | None = None
+        """Not None: it is not routed to, and ends with its last request."""
 
 
 class FleetShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +83,8 @@ class Fleet:
             key: Scheduler(scheduling, kv_capacity_by_tp=shape.kv_capacity_of) for key in keys
         }
         self.instances = [Instance(placed, shape.cost_of[placed.tp]) for placed in shape.placements]
+        self._cost_of = shape.cost_of
+        self._reloading: set[InstanceId] = set()
         self._instance_of = {instance.instance_id: instance for instance in self.instances}
         for instance in self.instances:
             self._announce(instance, PolicyVersion(0))
@@ -111,6 +115,7 @@ class Fleet:
 
     def begin_reload(self, instance: Instance, *, drains: bool, done: Callable[[], None]) -> None:
         """Take `instance` out of routing; call `done` when it may load."""
+        self._reloading.add(instance.instance_id)
         self._touch(instance)
         self._scheduler(instance).set_ready(instance.instance_id, False, self._timeline.now)
         if drains and not instance.engine.is_empty:
@@ -131,15 +136,55 @@ class Fleet:
         """Let the instance answer with `version`."""
         now = self._timeline.now
         self._touch(instance)
+        self._reloading.discard(instance.instance_id)
         instance.engine.policy_version = version
         instance.engine.thaw()
         self._scheduler(instance).set_version(instance.instance_id, version, now)
-        self._scheduler(instance).set_ready(instance.instance_id, True, now)
+        is_ready = instance.when_drained is None
+        self._scheduler(instance).set_ready(instance.instance_id, is_ready, now)
+        self._end_if_drained(instance)
         self._arm(instance)
 
     def commit(self, version: PolicyVersion) -> None:
         for scheduler in self._scheduler_of.values():
             scheduler.set_version_floor(version, self._timeline.now)
+
+    def add(self, placement: InstancePlacement, version: PolicyVersion) -> None:
+        """A server that has just come up with `version`."""
+        instance = Instance(placement, self._cost_of[placement.tp])
+        instance.engine.policy_version = version
+        self.instances.append(instance)
+        self._instance_of[instance.instance_id] = instance
+        self._announce(instance, version)
+
+    def retire(self, instance_id: InstanceId, *, drains: bool, done: Callable[[], None]) -> None:
+        """End a server: with `drains` after its requests, else they begin anew elsewhere."""
+        instance = self._instance_of[instance_id]
+        self._touch(instance)
+        self._scheduler(instance).set_ready(instance_id, False, self._timeline.now)
+        instance.when_drained = done
+        if not drains:
+            self._give_back(instance)
+        self._end_if_drained(instance)
+
+    def _give_back(self, instance: Instance) -> None:
+        given_back, instance.reservation_of = instance.reservation_of, {}
+        instance.engine = Engine(self._cost_of[instance.tp])
+        for request, reservation in given_back.items():
+            self._scheduler(instance).cancel(reservation, self._timeline.now)
+            request.generated, request.oldest_version, request.serial = 0.0, None, 0
+            self.submit(request)
+
+    def _end_if_drained(self, instance: Instance) -> None:
+        """Not during a reload, which counts on every instance that it began with."""
+        done = instance.when_drained
+        if done is None or instance.reservation_of or instance.instance_id in self._reloading:
+            return
+        instance.when_drained, instance.armed_for = None, inf
+        self.instances.remove(instance)
+        del self._instance_of[instance.instance_id]
+        self._scheduler(instance).remove_instance(instance.instance_id)
+        done()
 
     def _scheduler(self, instance: Instance) -> Scheduler:
         return self._scheduler_of[instance.tp if self._bounds else _ALL]
@@ -187,6 +232,7 @@ class Fleet:
         if instance.when_empty is not None and instance.engine.is_empty:
             done, instance.when_empty = instance.when_empty, None
             done()
+        self._end_if_drained(instance)
 
     def _arm(self, instance: Instance) -> None:
         """Wake up when the engine's next event is due; an alarm for another instant is void."""

@@ -48,6 +48,10 @@ class Reload:
         self._num_left = len(fleet.instances)
 
     def start(self) -> None:
+        if not self._fleet.instances:
+            # All are being exchanged; those that come start with this version.
+            self._commit()
+            return
         if self._weights.rollout_weight_reload_strategy == "parallel":
             queues = [[instance] for instance in self._fleet.instances]
         else:
@@ -73,8 +77,11 @@ class Reload:
         if rest:
             self._next(rest)
         if self._num_left == 0:
-            self._fleet.commit(self._version)
-            self._on_committed()
+            self._commit()
+
+    def _commit(self) -> None:
+        self._fleet.commit(self._version)
+        self._on_committed()
 
     @property
     def _is_inplace(self) -> bool:

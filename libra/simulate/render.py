@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from libra.planner.report import Estimate
 from libra.simulate.comparison import Comparison
+from libra.simulate.elastic import DriftComparison
 from libra.simulate.result import SimulationResult, StepRecord
 
 
@@ -15,6 +18,34 @@ def render_simulation(result: SimulationResult, estimate: Estimate | None = None
 def render_comparison(comparison: Comparison) -> str:
     """A row per scenario; `ratio` is tokens/s over those of the first row."""
     return "\n".join(_comparison_lines(comparison)) + "\n"
+
+
+def render_drift(comparison: DriftComparison) -> str:
+    """A row per way to run the load, the regrets, and every switch with its reason."""
+    return "\n".join(_drift_lines(comparison)) + "\n"
+
+
+def _drift_lines(comparison: DriftComparison) -> Iterator[str]:
+    num_phases = comparison.num_changes + 1
+    heads = "".join(f" {f'phase {k + 1}':>9}" for k in range(num_phases))
+    yield f"{'':<22} {'total s':>9}{heads}  at the end"
+    best = replace(comparison.best, name=f"best kept: {comparison.best.name}")
+    for use in (comparison.static, comparison.start, comparison.elastic, best):
+        phases = "".join(f" {seconds:>9.0f}" for seconds in use.phase_s)
+        yield f"{use.name:<22} {use.total_s:>9.0f}{phases}  {use.train} | {use.rollout}"
+    each_s = f"{comparison.best_of_each_s:>9.0f}"
+    yield f"{'best of each phase':<22} {each_s}  changed at once, for nothing"
+    yield (
+        f"regret of elastic: {comparison.regret_fraction:+.1%} over the best plan that is kept, "
+        f"{comparison.regret_of_each_fraction:+.1%} over the best of each phase"
+    )
+    yield (
+        f"{comparison.num_switches} switches in {len(comparison.decided)} looks; the load changed "
+        f"{comparison.num_changes} times"
+    )
+    for decided in comparison.decided:
+        if decided.switch_kind:
+            yield f"step {decided.step}, {decided.switch_kind}: {decided.reason}"
 
 
 def _run_lines(result: SimulationResult, estimate: Estimate | None) -> Iterator[str]:

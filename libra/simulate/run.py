@@ -7,6 +7,8 @@ reload.
 """
 
 from collections.abc import Sequence
+from math import inf
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -17,9 +19,13 @@ from libra.errors import ConfigError, InvariantError
 from libra.ids import GroupId, InstanceId, PolicyVersion, PromptId, TrajectoryId
 from libra.planner.cost_models import CostModels
 from libra.planner.demand import Demand
+from libra.planner.matching import matched, next_number_after
 from libra.planner.plan import Plan
+from libra.planner.pricing import layout_of, train_work
+from libra.planner.replan_candidates import replica_gpus, with_replicas
+from libra.planner.replan_observed import StepObserved
 from libra.planner.report import Estimate
-from libra.planner.search import format_tps, train_work
+from libra.planner.search import format_tps
 from libra.planner.train_layout import TrainLayout
 from libra.rollouts.accounts import BufferLimits
 from libra.rollouts.buffer import RolloutBuffer
@@ -29,6 +35,7 @@ from libra.rollouts.trajectory import Trajectory
 from libra.simulate.engine import EngineRequest
 from libra.simulate.fleet import Fleet, FleetEvents, FleetShape, LengthBound
 from libra.simulate.lengths import LengthSource
+from libra.simulate.reconfiguration import PlanChange, Reconfiguration, SwitchTimes
 from libra.simulate.reload import Reload, reload_times
 from libra.simulate.result import SimulationResult, StepRecord, TpUse
 from libra.simulate.timeline import Timeline
@@ -53,24 +60,44 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     length_bounds: tuple[LengthBound, ...] = ()
     """Not empty: a router that knows lengths, instead of the real one."""
 
+    more_degrees: frozenset[int] = frozenset()
+    """TP degrees that instances may get later."""
+
     switch_s: float = 0.0
     """Colocated runs: time to hand the GPUs from rollout to training and back, once per step."""
 
     @property
     def layout(self) -> TrainLayout:
-        train = self.plan.train
-        return TrainLayout(
-            tp=train.tp,
-            ep=train.ep,
-            pp=train.pp,
-            cp=train.cp,
-            dp=train.dp,
-            micro_batch_size=self.config.training.micro_batch_size,
-        )
+        return self.layout_of(self.plan)
+
+    def layout_of(self, plan: Plan) -> TrainLayout:
+        """Replicas are more of the core's data parallelism."""
+        core = layout_of(plan.train, micro_batch_size=self.config.training.micro_batch_size)
+        return with_replicas(core, len(plan.hybrids), replica_gpus(core))
+
+
+class Steward(Protocol):
+    """Who may change the plan while the run goes on."""
+
+    @property
+    def times(self) -> SwitchTimes: ...
+
+    def on_step(self, seen: StepObserved, plan: Plan, now: float) -> Plan | None:
+        """The plan to go over to after this step; None to stay. Not asked during a change."""
+        ...
+
+    def on_changed(self, stalled_s: float, now: float) -> None:
+        """The change has ended; training was held for `stalled_s`."""
+        ...
 
 
 def simulate(
-    scenario: Scenario, lengths: LengthSource, *, num_steps: int, seed: int
+    scenario: Scenario,
+    lengths: LengthSource,
+    *,
+    num_steps: int,
+    seed: int,
+    steward: Steward | None = None,
 ) -> SimulationResult:
     """Run `num_steps` training steps. Equal arguments give equal results.
 
@@ -80,6 +107,7 @@ def simulate(
     if num_steps < _FEWEST_STEPS:
         raise ConfigError(f"a simulation needs at least {_FEWEST_STEPS} steps, not {num_steps}")
     run = _Run(scenario, lengths, num_steps=num_steps, seed=seed)
+    run.steward = steward
     return run.result()
 
 
@@ -101,7 +129,7 @@ class _Run:
                 max_head_offpolicyness=config.rollout.max_head_offpolicyness,
             )
         )
-        degrees = {instance.tp for instance in scenario.plan.instances}
+        degrees = {instance.tp for instance in scenario.plan.instances} | scenario.more_degrees
         memory = scenario.models.rollout_memory
         self._fleet = Fleet(
             self._timeline,
@@ -130,6 +158,13 @@ class _Run:
         self._is_publishing = False
         self._waiting_export: StepRecord | None = None
         self._steps: list[StepRecord] = []
+        self.steward: Steward | None = None
+        self._plan, self._layout = scenario.plan, scenario.layout
+        self._change: Reconfiguration | None = None
+        self._next_number = next_number_after(scenario.plan)
+        self._is_held = False
+        self._ended: list[tuple[int, int]] = []
+        self._busy_s_of: dict[InstanceId, float] = {}
 
     def result(self) -> SimulationResult:
         self._admit()
@@ -138,13 +173,12 @@ class _Run:
                 f"simulated run {self._scenario.name!r} stands still after step {self._trained}: "
                 f"{self._buffer.counts}"
             )
-        plan = self._scenario.plan
         bound = self._scenario.config.rollout.max_head_offpolicyness
         warm_up = min(self._num_steps - 1, 1 + int(min(bound, self._num_steps)))
         return SimulationResult(
             name=self._scenario.name,
-            train=str(self._scenario.layout),
-            rollout=format_tps([instance.tp for instance in plan.instances]),
+            train=str(self._layout),
+            rollout=format_tps([instance.tp for instance in self._plan.instances]),
             num_gpus=self._scenario.num_gpus,
             seed=self._seed,
             steps=tuple(self._steps),
@@ -192,6 +226,7 @@ class _Run:
     def _on_finished(self, request: EngineRequest, instance_id: InstanceId) -> None:
         group, index = self._group_of.pop(request.trajectory_id)
         self._buffer.on_finished(self._trajectory(group, index, request, instance_id))
+        self._ended.append((request.prompt_tokens, request.response_tokens))
         self._num_left[group.group_id] -= 1
         if self._num_left[group.group_id]:
             return
@@ -224,7 +259,11 @@ class _Run:
         )
 
     def _train_if_possible(self) -> None:
-        if self._is_training or self._num_complete < self._scenario.config.training.batch_size:
+        if (
+            self._is_training
+            or self._is_held
+            or self._num_complete < self._scenario.config.training.batch_size
+        ):
             return
         batch = self._buffer.take_batch(version=self._trained)
         # Stale groups left as well.
@@ -242,7 +281,7 @@ class _Run:
             source="simulated batch",
         )
         work = train_work(self._scenario.config, demand)
-        took_s = self._scenario.models.train.cost(self._scenario.layout, work).total_s
+        took_s = self._scenario.models.train.cost(self._layout, work).total_s
         ends_at = started_at + self._scenario.switch_s + took_s
         record = _record(self._trained, batch, demand, started_at=started_at, ended_at=ends_at)
         waited_s = started_at - self._idle_since
@@ -281,6 +320,8 @@ class _Run:
     def _on_committed(self, version: PolicyVersion) -> None:
         self._served = version
         self._is_publishing = False
+        if self._change is not None:
+            self._change.on_committed()
         self._admit()
         if (record := self._waiting_export) is not None:
             self._waiting_export = None
@@ -293,8 +334,90 @@ class _Run:
         self._idle_since = now
         self._buffer.drop_stale(version=self._trained)
         self._num_complete = self._buffer.num_complete
+        if self._change is not None:
+            self._change.on_boundary()
+        if self.steward is not None:
+            self._look(self.steward)
         self._admit()
         self._train_if_possible()
+
+    def _look(self, steward: Steward) -> None:
+        """Show the step that ended, and go over to another plan if that is wanted."""
+        wanted = steward.on_step(self._seen(), self._plan, self._timeline.now)
+        self._ended = []
+        if wanted is None:
+            return
+        wanted = matched(self._plan, wanted, next_number=self._next_number)
+        if self._change is not None:
+            raise InvariantError("another plan is wanted while one is being changed")
+        planner = self._scenario.config.global_resource_planner
+
+        def done(stalled_s: float) -> None:
+            self._change = None
+            steward.on_changed(stalled_s, self._timeline.now)
+
+        self._change = Reconfiguration(
+            self,
+            self._timeline,
+            self._fleet,
+            PlanChange(
+                old=self._plan,
+                new=wanted,
+                times=steward.times,
+                drains=planner.runtime_drain_before_reconfigure,
+            ),
+            done=done,
+        )
+        self._next_number = max(self._next_number, next_number_after(wanted))
+        self._plan = wanted
+        self._change.start()
+
+    def _seen(self) -> StepObserved:
+        step = self._steps[-1]
+        begun_at = self._steps[-2].freed_at if len(self._steps) > 1 else 0.0
+        step_s = step.freed_at - begun_at
+        counts = [instance.engine.counts() for instance in self._fleet.instances]
+        num_here = sum(c.num_running + c.num_waiting for c in counts)
+        bound = self._scenario.config.rollout.max_head_offpolicyness
+        return StepObserved(
+            step=step.step,
+            lengths=tuple(self._ended),
+            step_s=step_s,
+            trainer_idle_fraction=min(1.0, step.waited_s / step_s),
+            rollout_idle_fraction=self._rollout_idle_fraction(step_s),
+            staleness_fraction=step.mean_staleness / bound if 0 < bound < inf else None,
+            queued_fraction=sum(c.num_waiting for c in counts) / max(1, num_here),
+            kv_use_fraction=sum(c.kv_use_fraction for c in counts) / max(1, len(counts)),
+        )
+
+    def _rollout_idle_fraction(self, step_s: float) -> float:
+        """Of the step, on average over the instances that are there."""
+        busy_s_of = {i.instance_id: i.engine.counts().busy_s for i in self._fleet.instances}
+        before, self._busy_s_of = self._busy_s_of, busy_s_of
+        idle_s = [step_s - busy_s + before.get(name, 0.0) for name, busy_s in busy_s_of.items()]
+        return max(0.0, min(1.0, sum(idle_s) / len(idle_s) / step_s)) if idle_s else 1.0
+
+    # libra.simulate.reconfiguration.ChangingRun
+
+    @property
+    def is_publishing(self) -> bool:
+        return self._is_publishing
+
+    @property
+    def is_training(self) -> bool:
+        return self._is_training
+
+    @property
+    def served(self) -> PolicyVersion:
+        return self._served
+
+    def hold(self, *, is_held: bool) -> None:
+        self._is_held = is_held
+        if not is_held:
+            self._train_if_possible()
+
+    def train_as(self, plan: Plan) -> None:
+        self._layout = self._scenario.layout_of(plan)
 
     def _uses(self) -> tuple[TpUse, ...]:
         elapsed = self._timeline.now

@@ -14,11 +14,12 @@ from libra.planner.demand import Demand
 from libra.planner.layout import best_layout
 from libra.planner.placement import place
 from libra.planner.plan import Plan, TrainPlacement
+from libra.planner.pricing import train_work
 from libra.planner.pruning import PruneLog
 from libra.planner.report import PlanReport
 from libra.planner.rollout_cost import workload_of
 from libra.planner.rollout_search import instance_costs
-from libra.planner.search import plan, train_work, unbuilt_options
+from libra.planner.search import plan
 from libra.planner.train_layout import TrainLayout
 from libra.planner.train_search import TrainSearch
 from libra.simulate.fleet import LengthBound
@@ -73,15 +74,20 @@ def _length_bounds(report: PlanReport, demand: Demand) -> tuple[LengthBound, ...
 
 def static_split(config: RunConfig, demand: Demand, *, train_gpus: int, tp: int) -> Scenario:
     """Training on `train_gpus` with its best layout, the rest in instances of one degree."""
-    num_gpus = _num_gpus(config)
+    scenario = split_of(_grp(config, allowed_rollout_tp=[tp]), demand, train_gpus=train_gpus)
+    return replace(scenario, name=f"static {train_gpus}+{_num_gpus(config) - train_gpus}, TP{tp}")
+
+
+def split_of(config: RunConfig, demand: Demand, *, train_gpus: int) -> Scenario:
+    """Training on exactly `train_gpus`, both sides with the planner's layouts for `demand`."""
+    num_rollout_gpus = _num_gpus(config) - train_gpus
     pinned = _grp(
         config,
-        allowed_rollout_tp=[tp],
         allocation_granularity_gpus=train_gpus,
         min_train_gpus=train_gpus,
-        min_rollout_gpus=num_gpus - train_gpus,
+        min_rollout_gpus=num_rollout_gpus,
     )
-    name = f"static {train_gpus}+{num_gpus - train_gpus}, TP{tp}"
+    name = f"static {train_gpus}+{num_rollout_gpus}"
     return of_report(name, config, plan(pinned, demand=demand))
 
 
@@ -110,7 +116,6 @@ def colocated(config: RunConfig, demand: Demand) -> Scenario:
         models=models,
         work=train_work(grp, demand),
         gpu_counts=[num_gpus],
-        unbuilt=unbuilt_options(),
     ).best(num_gpus)
     if not searched:
         raise InfeasiblePlanError(f"no training layout uses exactly {num_gpus} GPUs")

@@ -70,6 +70,9 @@ class Phase(StrEnum):
     RELOAD_INSTANCE = "reload_instance"
     """One instance's part of it, on a track of its own."""
 
+    RECONFIGURATION = "reconfiguration"
+    """A change of the plan, from the first transition to the last; args `outcome`, `stalled_s`."""
+
     START_CHILD = "start_child"
     RESTART_CHILD = "restart_child"
     """From the end of a child's process until the next one was ready."""

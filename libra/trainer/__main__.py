@@ -32,6 +32,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     parser.add_argument("--config", type=Path, required=True, help="config.resolved.json")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--restore", type=Path, help="directory of a complete checkpoint")
+    parser.add_argument("--replica", default="", help="name of the hybrid replica, if it is one")
     options = parser.parse_args(arguments)
     rank = int(environment["RANK"])
     link = None
@@ -78,8 +79,9 @@ def _run(
     from libra.trainer.rank import run_rank
     from libra.trainer.world import leave_world
 
-    spans = _span_writer(config, options.run_dir, identity)
-    run_rank(config, identity, link, spans, restore=options.restore)
+    spans = _span_writer(config, options, identity)
+    is_replica = bool(options.replica)
+    run_rank(config, identity, link, spans, restore=options.restore, is_replica=is_replica)
     spans.close()
     leave_world()
 
@@ -91,10 +93,12 @@ def bind_to_device(cores_of_ranks: str, local_rank: int) -> None:
         os.sched_setaffinity(0, map(int, cores.split(",")))
 
 
-def _span_writer(config: RunConfig, run_dir: Path, identity: RankIdentity) -> SpanWriter:
+def _span_writer(
+    config: RunConfig, options: argparse.Namespace, identity: RankIdentity
+) -> SpanWriter:
     """The rank's phase trace; one that writes nothing when traces are off."""
     tracing, rank = config.tracing, identity.at.rank
-    directory = Path(tracing.phase_trace_dir or run_dir / "phase_trace")
+    directory = Path(tracing.phase_trace_dir or options.run_dir / "phase_trace") / options.replica
     return SpanWriter(
         trace_path(directory, rank) if tracing.phase_trace_enabled else None,
         rank=rank,

@@ -52,6 +52,26 @@ def parallel_sizes(config: TrainingConfig, *, world_size: int) -> ParallelSizes:
     )
 
 
+def lane_of(sizes: ParallelSizes, at: Coordinates, *, replica_size: int) -> int | None:
+    """Which rank of a hybrid replica a core rank is the head of; None when it is of none.
+
+    A replica has the core's sizes but for data parallelism, of which it has the least that holds
+    every expert. Raises ConfigError when `replica_size` ranks are not a whole replica of this core.
+    """
+    grid = sizes.tensor * sizes.pipeline * sizes.context
+    data, rest = divmod(replica_size, grid)
+    has_experts = (data * sizes.context) % sizes.expert == 0
+    if rest or not 1 <= data <= sizes.data or not has_experts:
+        raise ConfigError(
+            f"hybrid replicas of {replica_size} ranks do not fit a core of TP {sizes.tensor}, "
+            f"PP {sizes.pipeline}, CP {sizes.context}, EP {sizes.expert} and DP {sizes.data}"
+        )
+    if at.data >= data:
+        return None
+    outer = at.pipeline * data + at.data
+    return (outer * sizes.context + at.context) * sizes.tensor + at.tensor
+
+
 def coordinates(sizes: ParallelSizes, *, rank: int, local_rank: int) -> Coordinates:
     """Split `rank` in Megatron's order tp-cp-ep-dp-pp, the fastest dimension first."""
     rest, tensor = divmod(rank, sizes.tensor)

@@ -19,6 +19,7 @@ import msgspec
 
 from libra.errors import PeerError, SiteError
 from libra.wire.framing import FrameDecoder, encode_frame
+from libra.wire.hybrid import FollowStep, JoinCore, OpenLanes
 from libra.wire.rank import (
     AbortTransfer,
     ExportWeights,
@@ -41,7 +42,15 @@ PIPE_BYTES = 1 << 20
 
 
 MainCommand: TypeAlias = (
-    TrainStep | ExportWeights | OfferWeights | SendWeights | SaveCheckpoint | Shutdown
+    TrainStep
+    | ExportWeights
+    | OfferWeights
+    | SendWeights
+    | SaveCheckpoint
+    | OpenLanes
+    | JoinCore
+    | FollowStep
+    | Shutdown
 )
 """What the main thread does, in the order in which it comes."""
 

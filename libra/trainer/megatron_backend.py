@@ -16,9 +16,10 @@ from libra.trainer.batch import Arrangement, Layout, MicroBatch
 from libra.trainer.capabilities import fallbacks, refuse_unsupported
 from libra.trainer.head import Sampling
 from libra.trainer.hf_weights import gather_hf_tensors, load_hf_weights
+from libra.trainer.hybrid_gradients import GradientView
 from libra.trainer.loss import LossSums
-from libra.trainer.model import build_model, seed_everything, with_gradients
-from libra.trainer.optimizer import build_optimizer, step_if_finite
+from libra.trainer.model import GradientSeam, build_model, seed_everything, with_gradients
+from libra.trainer.optimizer import build_optimizer, step_if_finite, step_with
 from libra.trainer.pipeline import Pipeline
 from libra.trainer.tensor_map import model_rules
 from libra.trainer.world import World, are_finite
@@ -53,7 +54,9 @@ class MegatronBackend:
         model = build_model(config, architecture, world)
         beat("load")
         load_hf_weights(model, architecture, model_path, world)
-        self.model = with_gradients(model, config)
+        self.seam = GradientSeam()
+        self.model = with_gradients(model, config, self.seam)
+        self.gradients = GradientView(self.model)
         self.optimizer = build_optimizer(self.model, config)
         self.reference: Scorer | None = None
         self.reference_hash: str | None = None
@@ -102,6 +105,9 @@ class MegatronBackend:
 
     def step_if_finite(self, *, learning_rate: float) -> tuple[float, bool]:
         return step_if_finite(self.optimizer, learning_rate=learning_rate)
+
+    def step_with(self, norm: float, *, learning_rate: float) -> None:
+        step_with(self.optimizer, norm, learning_rate=learning_rate)
 
     def has_finite_weights(self) -> bool:
         return are_finite(parameter.detach() for parameter in self.model.parameters())

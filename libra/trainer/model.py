@@ -2,7 +2,7 @@
 
 import logging
 from math import sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import (
@@ -24,6 +24,9 @@ from libra.trainer.layers import RmsNorm, Rotary, SdpaAttention
 from libra.trainer.rope import inverse_frequencies
 from libra.trainer.tensor_map import padded_vocab_size
 from libra.trainer.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
@@ -168,7 +171,20 @@ def bare(model: Any) -> Any:
     return model
 
 
-def with_gradients(model: torch.nn.Module, config: RunConfig) -> Any:
+class GradientSeam:
+    """Where a rank's own gradient sums are about to be reduced over the world."""
+
+    def __init__(self) -> None:
+        self.before: Callable[[], bool] | None = None
+        """Called then; when it returns False, nothing is reduced."""
+
+    def finalize(self, model: list[Any], _num_tokens: Any, **options: Any) -> None:
+        if self.before is None or self.before():
+            # Megatron would divide by the number of tokens it counted; the loss has it in already.
+            finalize_model_grads(model, None, **options)
+
+
+def with_gradients(model: torch.nn.Module, config: RunConfig, seam: GradientSeam) -> Any:
     """Wrap `model` for training: gradients are summed in float32 over data parallelism."""
     settings = bare(model).config
     wrapped = DistributedDataParallel(
@@ -182,10 +198,5 @@ def with_gradients(model: torch.nn.Module, config: RunConfig) -> Any:
         ),
         model,
     )
-    settings.finalize_model_grads_func = _sum_gradients
+    settings.finalize_model_grads_func = seam.finalize
     return wrapped
-
-
-def _sum_gradients(model: list[Any], _num_tokens: Any, **options: Any) -> None:
-    # Megatron would divide by the number of tokens it counted; the loss has it in already.
-    finalize_model_grads(model, None, **options)

@@ -58,6 +58,17 @@ def step_if_finite(optimizer: Any, *, learning_rate: float) -> tuple[float, bool
     norm = float(optimizer.get_grad_norm())
     if not isfinite(norm):
         return norm, False
+    _clip_and_step(optimizer, norm, learning_rate=learning_rate)
+    return norm, True
+
+
+def step_with(optimizer: Any, norm: float, *, learning_rate: float) -> None:
+    """Clip as if the global norm were `norm`, and step."""
+    optimizer.prepare_grads()
+    _clip_and_step(optimizer, norm, learning_rate=learning_rate)
+
+
+def _clip_and_step(optimizer: Any, norm: float, *, learning_rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     # Megatron's own step() would clip after the norm without looking at it.
@@ -71,4 +82,3 @@ def step_if_finite(optimizer: Any, *, learning_rate: float) -> tuple[float, bool
                 use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
             )
     optimizer.step_with_ready_grads()
-    return norm, True

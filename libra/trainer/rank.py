@@ -18,6 +18,7 @@ from libra.trainer.probe import judge, stored_probe
 from libra.trainer.publish import export_weights
 from libra.trainer.transfer import Transfers
 from libra.trainer.world import choose_device, join_world
+from libra.wire.hybrid import CoreJoined, FollowStep, JoinCore, OpenLanes, StepFollowed
 from libra.wire.rank import (
     AcksJudged,
     ExportWeights,
@@ -34,7 +35,9 @@ from libra.wire.rank import (
     TrainStep,
 )
 
-WorkCommand: TypeAlias = TrainStep | ExportWeights | OfferWeights | SendWeights
+WorkCommand: TypeAlias = (
+    TrainStep | ExportWeights | OfferWeights | SendWeights | OpenLanes | JoinCore | FollowStep
+)
 
 HEARTBEAT_EVERY_S = 0.25
 """Shortest time between two heartbeats of one phase: micro-batches may take a millisecond."""
@@ -47,12 +50,13 @@ def run_rank(
     spans: SpanWriter,
     *,
     restore: Path | None,
+    is_replica: bool = False,
 ) -> None:
     """Build the trainer and serve commands until Shutdown."""
     pulse = Pulse(link, identity.at.rank)
     began_at = clock.monotonic()
     with spans.span(Phase.BUILD_MODEL):
-        trainer = _built(config, identity, pulse)
+        trainer = _built(config, identity, pulse, is_replica=is_replica)
     if restore is not None:
         pulse.beat(0, "restore")
         with spans.span(Phase.RESTORE, directory=str(restore)):
@@ -90,7 +94,9 @@ def run_rank(
     behind.wait()
 
 
-def _built(config: RunConfig, identity: RankIdentity, pulse: "Pulse") -> Trainer:
+def _built(
+    config: RunConfig, identity: RankIdentity, pulse: "Pulse", *, is_replica: bool
+) -> Trainer:
     pulse.beat(0, "join")
     device = choose_device(config.control.device, local_rank=identity.at.local_rank)
     world = join_world(
@@ -100,7 +106,7 @@ def _built(config: RunConfig, identity: RankIdentity, pulse: "Pulse") -> Trainer
         timeout_s=config.supervision.rank_heartbeat_timeout_s,
         has_megatron=config.training.train_backend == "megatron_core",
     )
-    return assemble(config, world, beat=pulse.beat)
+    return assemble(config, world, beat=pulse.beat, is_replica=is_replica)
 
 
 def _await_end(link: Link) -> None:
@@ -196,7 +202,10 @@ def _answer(
             updating_at = began_at + metrics.recompute_s
             spans.record(Phase.RECOMPUTE_LOGPROBS, began_at, updating_at, step=step)
             spans.record(Phase.GRPO_UPDATE, updating_at, clock.monotonic(), step=step)
-            return StepTrained(rank=rank, step=step, metrics=metrics if rank == 0 else None)
+            if rank:
+                return StepTrained(rank=rank, step=step, metrics=None)
+            dropped = trainer.learner.exchange.dropped
+            return StepTrained(rank=rank, step=step, metrics=metrics, dropped=dropped)
         case ExportWeights(policy_version=version):
             with spans.span(Phase.WEIGHT_EXPORT, version=version):
                 return export_weights(trainer, command)
@@ -205,5 +214,30 @@ def _answer(
         case SendWeights(policy_version=version):
             with spans.span(Phase.WEIGHT_EXPORT, version=version):
                 return transfers.send(command)
+        case OpenLanes():
+            return trainer.learner.exchange.open(command)
+        case JoinCore() | FollowStep():
+            return _obey_as_replica(trainer, command, spans)
         case _:
             assert_never(command)
+
+
+def _obey_as_replica(
+    trainer: Trainer, command: JoinCore | FollowStep, spans: SpanWriter
+) -> RankEvent:
+    from libra.trainer.hybrid_member import MemberLearner  # noqa: PLC0415 - Megatron's
+
+    rank, learner = trainer.world.at.rank, trainer.learner
+    if not isinstance(learner, MemberLearner):
+        raise InvariantError(f"the core was told what only a replica is: {command}")
+    if isinstance(command, FollowStep):
+        with spans.span(Phase.GRPO_UPDATE, step=command.step, follows=True):
+            learner.follow(command)
+        return StepFollowed(rank=rank, step=command.step)
+    began_at = clock.monotonic()
+    learner.beat("join the core")
+    with spans.span(Phase.RESTORE, directory=command.snapshot):
+        restore_checkpoint(trainer, Path(command.snapshot))
+    restore_s = clock.monotonic() - began_at
+    step = learner.progress.step
+    return CoreJoined(rank=rank, step=step, restore_s=restore_s, connect_s=learner.join(command))

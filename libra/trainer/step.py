@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import isfinite
+from math import isfinite, nan
 
 import msgspec
 import torch
@@ -21,6 +21,7 @@ from libra.trainer.batch import (
     micro_batches,
     scattered,
 )
+from libra.trainer.exchange import Alone, Exchange, Moment, Outcome, Stepped
 from libra.trainer.head import Sampling
 from libra.trainer.loss import LossSums, mismatch_k3, policy_loss
 from libra.trainer.memory import peak_memory_bytes
@@ -63,8 +64,11 @@ class Learner:
         world: World,
         backend: TrainBackend,
         beat: Callable[[int, str], None],
+        exchange: Exchange | None = None,
     ) -> None:
+        """`exchange`: where hybrid replicas take part, if any can."""
         self.progress = Progress()
+        self.exchange = exchange or Alone()
         self._config = config
         self._world = world
         self._backend = backend
@@ -90,13 +94,17 @@ class Learner:
                 f"asked for step {command.step} when {self.progress.step + 1} is next"
             )
         self._backend.seed(self._config.control.seed, command.step)
+        self.exchange.begin(command)
         totals = StepTotals()
         shards = [self._decode(index, command) for index in range(len(command.mini_batches))]
         began_at = clock.monotonic()
         batches = self._prepare(shards, totals, command)
         recomputed_at = clock.monotonic()
-        for mini_batch, split in zip(command.mini_batches, batches, strict=True):
-            self._train_mini_batch(split, mini_batch.global_num_tokens, totals)
+        for index, split in enumerate(batches):
+            if command.mini_batches[index].global_num_tokens == 0:
+                totals.num_skipped += 1
+                continue
+            self._train_mini_batch(split, command, index, totals)
         self.progress.step = command.step
         return self._metrics(
             totals,
@@ -155,7 +163,10 @@ class Learner:
             result.append(with_old)
             mismatch += sum(_mismatch_sum(batch) for batch in with_old)
         totals.mismatch = self._sum_once(mismatch)
-        totals.num_mismatch_tokens = sum(m.global_num_tokens for m in command.mini_batches)
+        totals.num_mismatch_tokens = sum(
+            self.exchange.num_own_tokens(index, mini_batch)
+            for index, mini_batch in enumerate(command.mini_batches)
+        )
         return result
 
     def _with_reference(
@@ -177,11 +188,18 @@ class Learner:
         return scattered(scores, batches, len(shard)) if scores else []
 
     def _train_mini_batch(
-        self, batches: Sequence[MicroBatch], num_tokens: int, totals: StepTotals
+        self, batches: Sequence[MicroBatch], command: TrainStep, index: int, totals: StepTotals
     ) -> None:
-        if num_tokens == 0:
-            totals.num_skipped += 1
-            return
+        at = Moment(command.step, index, self.progress.num_optimizer_steps)
+        self.exchange.expect(at, command.mini_batches[index])
+        sums = self._forward_backward(batches)
+        outcome = self.exchange.outcome()
+        loss = self._add(sums, outcome, totals)
+        # Without a token there is no mean, and no step.
+        self._step(loss if outcome.num_tokens else nan, totals)
+
+    def _forward_backward(self, batches: Sequence[MicroBatch]) -> list[float]:
+        """Compute gradients; returns the loss sums, zeros where they are another rank's."""
         sums = self._backend.forward_backward(
             batches,
             partial(policy_loss, objective=self._objective),
@@ -189,16 +207,19 @@ class Learner:
             beat=self._beater("train"),
         )
         self._beat(self.progress.step + 1, "optimizer")
-        loss = self._add(sums, num_tokens, totals)
-        self._step(loss, totals)
-
-    def _add(self, sums: Sequence[LossSums], num_tokens: int, totals: StepTotals) -> float:
-        """Add the world's sums of one mini-batch; returns its loss."""
         local = torch.zeros(len(LossSums._fields), dtype=torch.float64)
         if self._world.has_results:
             for one in sums:
                 local += torch.stack(list(one)).to("cpu", torch.float64)
-        loss, entropy, clipped, ratio, mismatch = sum_over_world(self._world, local.tolist())
+        own: list[float] = local.tolist()
+        return own
+
+    def _add(self, own: Sequence[float], outcome: Outcome, totals: StepTotals) -> float:
+        """Add the sums of one mini-batch over the world and its members; returns its loss."""
+        of_members = outcome.sums or [0.0] * len(own)
+        both = [mine + theirs for mine, theirs in zip(own, of_members, strict=True)]
+        loss, entropy, clipped, ratio, mismatch = sum_over_world(self._world, both)
+        loss, num_tokens = loss * outcome.scale, outcome.num_tokens
         # The engine is compared with the policy before the step's first update, never after.
         if totals.num_mismatch_tokens == 0:
             totals.mismatch, totals.num_mismatch_tokens = mismatch, num_tokens
@@ -214,23 +235,30 @@ class Learner:
         rate = learning_rate(
             training, num_taken=progress.num_optimizer_steps, decay_steps=self._decay_steps
         )
-        norm, is_taken = float("nan"), False
+        norm, is_taken = nan, False
         if isfinite(loss):
+            self.exchange.keep_gradients()
             norm, is_taken = self._backend.step_if_finite(learning_rate=rate)
-        totals.grad_norm, totals.learning_rate = norm, rate
-        if is_taken:
-            totals.num_taken += 1
-            progress.num_optimizer_steps += 1
-            progress.num_skipped_in_a_row = 0
-            return
-        totals.num_skipped += 1
-        progress.num_skipped_in_a_row += 1
+        self._count(norm, rate, totals, is_taken=is_taken)
+        done = (progress.num_optimizer_steps, progress.num_skipped_in_a_row)
+        self.exchange.publish(Stepped(norm, rate, is_taken, *done, loss))
         if progress.num_skipped_in_a_row >= training.max_skipped_steps:
             raise LearningStoppedError(
                 f"step {progress.step + 1}: {progress.num_skipped_in_a_row} optimizer steps in a "
                 f"row had a loss ({loss}) or gradient norm ({norm}) that is not finite; lower "
                 "learning_rate or clip_grad, or look at the rewards and logprobs of this batch"
             )
+
+    def _count(self, norm: float, rate: float, totals: StepTotals, *, is_taken: bool) -> None:
+        progress = self.progress
+        totals.grad_norm, totals.learning_rate = norm, rate
+        if is_taken:
+            totals.num_taken += 1
+            progress.num_optimizer_steps += 1
+            progress.num_skipped_in_a_row = 0
+        else:
+            totals.num_skipped += 1
+            progress.num_skipped_in_a_row += 1
 
     def _metrics(self, totals: StepTotals, *, recompute_s: float, train_s: float) -> TrainMetrics:
         recompute_s, train_s, peak = max_over_world(

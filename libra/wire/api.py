@@ -21,6 +21,7 @@ class VerbRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """stop: do not finish the step that is being trained."""
 
     dry_run: bool = False
+    """replan: say what would be done, and do nothing."""
 
     prompt_id: str | None = None
     """explain: of the group or conversation that the request would belong to."""
@@ -39,7 +40,17 @@ class VerbReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ok: bool
     message: str
     details: dict[str, Any] | None = None
-    """explain: the decision with every instance's values, as `Explanation` of the scheduler."""
+    """explain: the decision with every instance's values, as `Explanation` of the scheduler.
+    replan: the line of reconfigurations.jsonl, and `plan_wanted`."""
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine of a data-parallel server, as its metrics tell; None while unknown."""
+
+    engine: str
+    num_running: int | None
+    num_queued: int | None
+    kv_use_fraction: float | None
 
 
 class ChildStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +74,22 @@ class ChildStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Age of the two before; None: never seen."""
 
     last_error: str
+    engines: tuple[EngineStatus, ...] = ()
+    """What the queue and the KV use are made of, when a server has several; else empty."""
+
+
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One machine of a run over several."""
+
+    node: int
+    host: str
+    state: str
+    """leads, joining, member, suspected or lost."""
+
+    since_s: float | None
+    """Seconds in this state; None for the leader, which is there as long as its run."""
+
+    detail: str
 
 
 class StatusSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +109,12 @@ class StatusSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float
     eta_s: float | None
     plan: str
+    last_decision: str
+    """The newest look at the plan, as a sentence; empty before the first."""
+
     children: tuple[ChildStatus, ...]
+    nodes: tuple[NodeStatus, ...] = ()
+    """Empty on one machine."""
+
     oldest_wait: str
     """The request that has waited longest, as a sentence; empty when none waits."""

@@ -21,6 +21,12 @@ WEIGHTS_DIRECTORY_VARIABLE = "LIBRA_WEIGHTS_DIR"
 TOKEN_FILE_VARIABLE = "LIBRA_TOKEN_FILE"  # noqa: S105 - the name of a variable
 """Environment that a server is started with."""
 
+GO_FILE_VARIABLE = "LIBRA_GO_FILE"
+"""Set for a server whose devices are not free yet: it comes up as far as it can without them, makes
+the file named here with WAITING_SUFFIX, and goes on when the file itself is there."""
+
+WAITING_SUFFIX = ".waiting"
+
 TOKEN_IDS_ONLY = "libra_token_ids_only"  # noqa: S105 - the name of a field
 """In a completion's `vllm_xargs`: its text will not be read, so none is made."""
 

@@ -8,7 +8,16 @@ from typing import TypeAlias
 
 import msgspec
 
-from libra.ids import InstanceId, PolicyVersion, RunId, TrajectoryId
+from libra.ids import InstanceId, PolicyVersion, ReplicaId, RunId, TrajectoryId
+from libra.wire.hybrid import (
+    CoreJoined,
+    FollowStep,
+    HybridStep,
+    JoinCore,
+    LaneOpened,
+    OpenLanes,
+    StepFollowed,
+)
 from libra.wire.instance import ReloadAck, ReloadRequest, TransferTensor, WeightsTransfer
 
 
@@ -36,10 +45,12 @@ class MiniBatch(msgspec.Struct, frozen=True):
     """This rank's shard; TP, PP and CP peers get the same one."""
 
     global_num_tokens: int
-    """Sampled (loss-masked-in) tokens of the mini-batch over ALL data-parallel ranks."""
+    """Sampled (loss-masked-in) tokens of the mini-batch over ALL data-parallel ranks.
+
+    Those of hybrid replicas are among them."""
 
     global_num_sequences: int
-    """Sequences with at least one sampled token, over all data-parallel ranks."""
+    """Sequences with at least one sampled token, over all of them."""
 
 
 class TrainStep(msgspec.Struct, frozen=True, tag=True):
@@ -47,6 +58,8 @@ class TrainStep(msgspec.Struct, frozen=True, tag=True):
 
     step: int
     mini_batches: tuple[MiniBatch, ...]
+    hybrids: HybridStep | None = None
+    """Replicas that take part or follow; None when there are none, and nothing is kept."""
 
 
 class ExportWeights(msgspec.Struct, frozen=True, tag=True):
@@ -125,6 +138,9 @@ RankCommand: TypeAlias = (
     | AbortTransfer
     | JudgeAcks
     | SaveCheckpoint
+    | OpenLanes
+    | JoinCore
+    | FollowStep
     | Shutdown
 )
 
@@ -211,6 +227,8 @@ class StepTrained(msgspec.Struct, frozen=True, tag=True):
     rank: int
     step: int
     metrics: TrainMetrics | None
+    dropped: dict[ReplicaId, str] = {}
+    """From the core's rank 0: replicas that no longer count, and why."""
 
 
 class WeightsExported(msgspec.Struct, frozen=True, tag=True):
@@ -311,5 +329,8 @@ RankEvent: TypeAlias = (
     | AcksJudged
     | SaveBegun
     | CheckpointSaved
+    | LaneOpened
+    | CoreJoined
+    | StepFollowed
     | RankFailed
 )

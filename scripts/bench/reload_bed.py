@@ -14,10 +14,11 @@ from typing import Protocol
 import anyio
 import msgspec
 
-from control_world import METRICS, ListCursor, trajectory
+from control_world import METRICS, ListCursor, still_plans, trajectory
 from libra.config.algorithm import AlgorithmConfig
 from libra.config.weights import WeightsConfig
 from libra.ids import InstanceId, PolicyVersion, RunId
+from libra.planner.plan import Plan, TrainPlacement
 from libra.pools.pool import RolloutPool
 from libra.rollouts.accounts import BufferLimits
 from libra.rollouts.batch import BatchShape
@@ -53,6 +54,7 @@ from libra_supervisor.loop.cycle import Cycle, Limits
 from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.execute import Executor, Ports
 from libra_supervisor.loop.execute import Terms as ExecutorTerms
+from libra_supervisor.loop.plan_memory import PlanMemory
 from libra_supervisor.loop.publication import Publication, Terms
 from libra_supervisor.loop.rollout_desk import RolloutDesk
 from libra_supervisor.loop.run import run_loop, tick
@@ -85,6 +87,16 @@ class Batch(msgspec.Struct, frozen=True):
     record: ReloadRecord
     cpu_s: float
     """From the first request to the committed record, all threads."""
+
+
+class NoPlans:
+    """The plan stays as it is."""
+
+    def reshape(self, placement: TrainPlacement) -> None: ...
+
+    def write(self, plan: Plan) -> None: ...
+
+    def remember(self, memory: PlanMemory) -> None: ...
 
 
 class Bed:
@@ -143,6 +155,7 @@ class Bed:
             policy=Policy(
                 min_rollout_gpus=num_gpus, publishes=True, transfers=transfers is not None
             ),
+            plans=still_plans([instance_id for instance_id, _ in instances]),
         )
 
     async def run(self, engines: Engines) -> list[Batch]:
@@ -159,6 +172,8 @@ class Bed:
                 ),
                 Ports(
                     ranks=PlayedRanks(self, tasks),
+                    trainer=NoPlans(),
+                    plans=NoPlans(),
                     engines=engines,
                     rollouts=PlayedRollouts(self, tasks),
                     evaluations=PlayedRollouts(self, tasks),

@@ -17,14 +17,16 @@ from libra import clock
 from libra.config.load import current_environ, load_config
 from libra.config.run import RunConfig
 from libra.ids import InstanceId, PolicyVersion, RequestId
-from libra.planner.plan import configured_plan
+from libra.planner.plan import InstancePlacement, configured_plan
 from libra.rollouts.trajectory import Completion
 from libra.scheduling.scheduler import Scheduler
 from libra.storage.safetensors import model_tensors
 from libra.wire.instance import Sampling, TransferTensor
 from libra.wire.rank import OfferWeights, SendWeights, WeightsOffered, WeightsSent
+from libra_supervisor.app.drain_watch import DrainWatch
 from libra_supervisor.app.engine import Engine, EngineSite
 from libra_supervisor.app.fleet import Fleet
+from libra_supervisor.gateway.waiting import WaitingRoom
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.process.kernel import Linux
@@ -142,11 +144,22 @@ class ServerBed(AsyncExitStack):
             meter=ServingMeter({p.instance_id: p.tp for p in plan.instances}),
         )
         scheduler = Scheduler(config.heterogeneous_rollout.scheduling)
+
+        def make(placement: InstancePlacement, has_devices: bool) -> Engine:
+            return Engine(
+                site,
+                placement,
+                scheduler,
+                port=0,
+                served_directory=lambda: None,
+                rng=rng,
+                has_devices=has_devices,
+            )
+
         self._fleet = Fleet(
-            [
-                Engine(site, placement, scheduler, port=0, served_directory=lambda: None, rng=rng)
-                for placement in plan.instances
-            ],
+            plan.instances,
+            make=make,
+            watch=DrainWatch(scheduler, WaitingRoom(scheduler), self._bed.inbox.post),
             config=config.supervision,
             spawner=LinuxSpawner(run_id=RUN, logs=logs, kernel=Linux(), cgroups=None),
             weights=config.weights,

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from libra.ids import ChildId, GroupId, Incarnation, InstanceId, PolicyVersion
+from libra.ids import ChildId, GroupId, Incarnation, InstanceId, PolicyVersion, ReplicaId
 from libra.planner.plan import Plan
 from libra.rollouts.trajectory import SampleFailed, Trajectory
 from libra.wire.instance import InstanceState, ReloadAck, WeightsReceipt
@@ -205,6 +205,26 @@ class InstanceAnswered(msgspec.Struct, frozen=True, tag=True):
     kv_capacity_tokens: int | None
 
 
+class InstanceDrained(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is in flight at a server to which nothing new is sent."""
+
+    instance_id: InstanceId
+
+
+class InstanceWarmed(msgspec.Struct, frozen=True, tag=True):
+    """A server without devices has come as far as it can."""
+
+    instance_id: InstanceId
+
+
+class InstanceRetired(msgspec.Struct, frozen=True, tag=True):
+    """A server has ended for good."""
+
+    instance_id: InstanceId
+    is_clean: bool
+    """False: something of it outlived SIGKILL and may hold its devices."""
+
+
 class InstanceDoubted(msgspec.Struct, frozen=True, tag=True):
     """Its metrics seem to come from another process than the one that is routed to."""
 
@@ -273,6 +293,45 @@ class ReconfigurationWanted(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class HybridJoined(msgspec.Struct, frozen=True, tag=True):
+    """A replica holds what the core holds, bit for bit, and contributes from the next step on."""
+
+    replica_id: ReplicaId
+
+
+class HybridLost(msgspec.Struct, frozen=True, tag=True):
+    """A replica is gone unasked, or cannot join; its devices are free."""
+
+    replica_id: ReplicaId
+    why: str
+
+
+class HybridLeft(msgspec.Struct, frozen=True, tag=True):
+    """A replica that was asked to leave is gone; its devices are free."""
+
+    replica_id: ReplicaId
+
+
+class ReplicaReady(msgspec.Struct, frozen=True, tag=True):
+    """Every rank of a replica has built its model."""
+
+    replica_id: ReplicaId
+
+
+class ReplicaSaid(msgspec.Struct, frozen=True, tag=True):
+    """One message of a replica's rank."""
+
+    replica_id: ReplicaId
+    event: RankEvent
+
+
+class ReplicaDown(msgspec.Struct, frozen=True, tag=True):
+    """All processes of a replica are gone; no others follow."""
+
+    replica_id: ReplicaId
+    reason: str
+
+
 class ReconfigurationEnded(msgspec.Struct, frozen=True, tag=True):
     """What became of a plan that was wanted; the line in reconfigurations.jsonl says more."""
 
@@ -326,12 +385,21 @@ Event: TypeAlias = (
     | GangGaveUp
     | InstanceAnswered
     | InstanceDoubted
+    | InstanceDrained
+    | InstanceWarmed
+    | InstanceRetired
     | ExportChecked
     | ReloadAnswered
     | SampleStarted
     | SampleProgressed
     | SampleFinished
     | SampleGaveUp
+    | ReplicaReady
+    | ReplicaSaid
+    | ReplicaDown
+    | HybridJoined
+    | HybridLost
+    | HybridLeft
     | ReconfigurationWanted
     | ReconfigurationEnded
     | StopRequested

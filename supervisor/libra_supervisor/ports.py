@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from libra.ids import GroupId, Incarnation, InstanceId
+from libra.ids import GroupId, Incarnation, InstanceId, ReplicaId
+from libra.planner.plan import HybridPlacement, InstancePlacement, TrainPlacement
 from libra.rollouts.group import AdmittedGroup
 from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest
-from libra.wire.rank import MiniBatch, RankCommand
+from libra.wire.rank import MiniBatch, RankCommand, TrainStep
+
+Shards: TypeAlias = Sequence[tuple[MiniBatch, ...]]
+"""Each data-parallel rank's mini-batches."""
 
 
 class Ranks(Protocol):
@@ -18,8 +22,30 @@ class Ranks(Protocol):
 
     def tell_rank_zero(self, attempt: int, command: RankCommand) -> None: ...
 
-    def train(self, attempt: int, step: int, shards: Sequence[tuple[MiniBatch, ...]]) -> None:
-        """Queue a TrainStep for every rank, each with the shard of its data-parallel rank."""
+    def train(self, attempt: int, command: TrainStep, shards: Shards) -> None:
+        """Queue `command` for every rank, each with the shard of its data-parallel rank."""
+
+
+class Replicas(Protocol):
+    """The gangs of hybrid replicas. A message for one that has ended is dropped."""
+
+    def start(self, placement: HybridPlacement) -> None:
+        """ReplicaReady says when it has its model, ReplicaDown when all of it is gone."""
+
+    def stop(self, replica_id: ReplicaId) -> None: ...
+
+    def tell(self, replica_id: ReplicaId, command: RankCommand) -> None:
+        """Queue one message for every rank of it."""
+
+    def train(self, replica_id: ReplicaId, command: TrainStep, shards: Shards) -> None:
+        """Queue `command` for every rank of it, each with its own shard."""
+
+
+class Trainers(Protocol):
+    """The gang's place and layout."""
+
+    def reshape(self, placement: TrainPlacement) -> None:
+        """End the gang and start another attempt as `placement`, at no cost to its budget."""
 
 
 class Engines(Protocol):
@@ -42,6 +68,24 @@ class Engines(Protocol):
     def replace(self, instance_id: InstanceId, reason: str) -> None:
         """End the process and start another, without waiting for either."""
 
+    def add(self, placement: InstancePlacement, *, has_devices: bool) -> None:
+        """Start a server, or let one go on that waits for its devices.
+
+        InstanceWarmed says when one without devices has come as far as it can.
+        """
+
+    def drain(self, instance_id: InstanceId, *, gives_back: bool) -> None:
+        """Have InstanceDrained posted when nothing is in flight there.
+
+        With `gives_back` what is in flight goes back to the queue.
+        """
+
+    def keep(self, instance_id: InstanceId) -> None:
+        """Forget about a drain that was asked for."""
+
+    def retire(self, instance_id: InstanceId) -> None:
+        """End a server for good; InstanceRetired says when its devices are free."""
+
 
 class Rollouts(Protocol):
     """The tasks that make trajectories."""
@@ -49,6 +93,9 @@ class Rollouts(Protocol):
     def start(self, group: AdmittedGroup) -> None: ...
 
     def cancel(self, group_id: GroupId) -> None: ...
+
+    def ask_again(self, group_id: GroupId, sample_indices: Sequence[int]) -> None:
+        """Begin these samples of a running group anew, but for those that have just ended."""
 
     def cancel_all(self, reason: str) -> None: ...
 
@@ -67,5 +114,11 @@ class Routing(Protocol):
         """Tell of a process; a planned one continues what its predecessor was known for."""
 
     def serve(self, instance_id: InstanceId, version: int) -> None: ...
+
+    def places_of(self, group_ids: Sequence[GroupId]) -> dict[str, str]:
+        """By request of these groups: the instance it is at, or that it waits for a place."""
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """Its server has ended and does not come back."""
 
     def withdraw(self, instance_id: InstanceId, *, is_draining: bool) -> None: ...

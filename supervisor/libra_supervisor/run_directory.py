@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from libra.errors import SiteError
-from libra.ids import ChildId, PolicyVersion
+from libra.ids import ChildId, Incarnation, PolicyVersion
 from libra_supervisor.journal import RUN_ID_NAME
 
 LOCK_NAME = "supervisor.lock"
@@ -94,6 +94,19 @@ class RunDirectory(msgspec.Struct, frozen=True):
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def prewarm(self) -> Path:
+        """Where servers that wait for their devices are told to go on."""
+        return self.root / "prewarm"
+
+    def go_file_of(self, incarnation: Incarnation) -> Path:
+        return self.prewarm / incarnation
+
+    @property
+    def hybrid(self) -> Path:
+        """Of hybrid replicas: the lanes' key, snapshots on their way, sockets; mode 0700."""
+        return self.root / "hybrid"
 
     @property
     def phase_trace(self) -> Path:

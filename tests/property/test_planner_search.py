@@ -11,8 +11,9 @@ from libra.planner.cost_models import cost_models
 from libra.planner.demand import Demand
 from libra.planner.layout import best_layout
 from libra.planner.pace import RolloutPace, TrainPace, step_seconds
+from libra.planner.pricing import train_work
 from libra.planner.rollout_cost import workload_of
-from libra.planner.search import plan, train_work
+from libra.planner.search import plan
 from libra.planner.train_layout import TrainLayout
 from planner_cases import H200_141G, MEASURED_1_8B, grp_config
 

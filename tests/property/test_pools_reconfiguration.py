@@ -171,6 +171,8 @@ class World:
                 if set(ids) & set(serving):
                     assert left >= self.rules.min_rollout_gpus
                 for name in ids:
+                    if self.stage[name] is Stage.STARTING:
+                        self.happenings = [h for h in self.happenings if h != ("serving", name)]
                     self.stage[name] = Stage.DRAINING
                     if gives_back:
                         self.give_back(name)

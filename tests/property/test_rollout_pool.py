@@ -24,6 +24,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.gone = dict.fromkeys(self.ids, False)
         self.drained = dict.fromkeys(self.ids, False)
         self.leaving = dict.fromkeys(self.ids, False)
+        self.goes = dict.fromkeys(self.ids, False)  # leaves the plan, whatever process comes
+        self.warming = dict.fromkeys(self.ids, False)
         self.committed = PolicyVersion(0)
         self.births = 0
 
@@ -41,9 +43,40 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.on_started(i, self.process[i], now=self.now)
 
     @rule(k=st.integers(0, 9))
+    def leave(self, k):
+        i = self.one(k)
+        self.goes[i] = True
+        self.pool.on_leave_wanted(i, now=self.now)
+
+    @rule(k=st.integers(0, 9))
+    def stay(self, k):
+        i = self.one(k)
+        if not self.gone[i]:
+            self.goes[i] = self.leaving[i] = False
+            self.pool.on_stay_wanted(i, committed=self.committed, now=self.now)
+
+    @rule(k=st.integers(0, 9), is_warming=st.booleans())
+    def leave_and_come_again(self, k, is_warming):
+        i = self.one(k)
+        if self.gone[i] or self.process[i] is None:
+            self.pool.remove(i)
+            assert i not in self.pool
+            self.pool.add(i, self.ids.index(i) + 1, now=self.now, is_warming=is_warming)
+            for facts in (self.gone, self.drained, self.leaving, self.goes, self.broken):
+                facts[i] = False
+            self.process[i], self.answers[i], self.version[i] = None, False, None
+            self.warming[i] = is_warming
+
+    @rule(k=st.integers(0, 9))
+    def give_devices(self, k):
+        i = self.one(k)
+        self.warming[i] = False
+        self.pool.on_given_devices(i, now=self.now)
+
+    @rule(k=st.integers(0, 9))
     def answer(self, k):
         i = self.one(k)
-        if self.process[i] is not None:
+        if self.process[i] is not None and not self.warming[i]:
             self.answers[i] = True
             self.pool.on_answering(i, now=self.now)
 
@@ -94,6 +127,7 @@ class PoolMachine(RuleBasedStateMachine):
         i = self.one(k)
         if self.process[i] is None:
             return
+        self.warming[i] = False
         self.process[i], self.answers[i], self.version[i] = None, False, None
         self.broken[i] = self.leaving[i] = False
         self.pool.on_exited(i, "died", now=self.now)
@@ -128,6 +162,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert not self.broken[i]
             assert not self.drained[i]
             assert not self.leaving[i]
+            assert not self.goes[i]
+            assert not self.warming[i]
 
     @invariant()
     def gpus_are_counted_once(self):
@@ -135,7 +171,8 @@ class PoolMachine(RuleBasedStateMachine):
             return
         total = len(self.ids) * (len(self.ids) + 1) // 2
         assert self.pool.num_gpus_in(*MemberState) == total
-        lost = sum(k + 1 for k, i in enumerate(self.ids) if self.gone[i])
+        states = {i: self.gone[i] or self.warming[i] for i in self.ids}
+        lost = sum(k + 1 for k, i in enumerate(self.ids) if states[i])
         assert self.pool.num_possible_gpus == total - lost
 
 

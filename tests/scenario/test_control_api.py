@@ -46,6 +46,7 @@ class FakeControl:
             uptime_s=1.0,
             eta_s=None,
             plan="",
+            last_decision="",
             children=(),
             oldest_wait="",
         )

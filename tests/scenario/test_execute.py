@@ -9,7 +9,8 @@ import pytest
 
 from libra import clock
 from libra.config.algorithm import AlgorithmConfig
-from libra.ids import PolicyVersion, RunId
+from libra.ids import PolicyVersion, ReplicaId, RunId
+from libra.pools.hybrid import BegunStep
 from libra.rollouts.batch import BatchShape
 from libra.rollouts.buffer import BufferState
 from libra.storage import arrival
@@ -39,6 +40,7 @@ class RecordedRanks:
 
     def __init__(self) -> None:
         self.told: list[object] = []
+        self.trained: list[Any] = []
         self.has_been_told = anyio.Event()
 
     def tell_all(self, attempt, command) -> None:
@@ -47,12 +49,34 @@ class RecordedRanks:
     def tell_rank_zero(self, attempt, command) -> None:
         self.told.append(command)
 
-    def train(self, attempt, step, shards) -> None:
-        self.told.append(("train", step))
+    def train(self, attempt, command, shards) -> None:
+        self.told.append(("train", command.step))
+        self.trained.append((command, shards))
         self.has_been_told.set()
 
 
-def executor_in(directory, tasks, *, ranks=None, engines=None, post=None) -> Executor:
+class RecordedReplicas:
+    """What each replica is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def start(self, placement) -> None:
+        self.told.append(("start", placement.replica_id))
+
+    def stop(self, replica_id) -> None:
+        self.told.append(("stop", replica_id))
+
+    def tell(self, replica_id, command) -> None:
+        self.told.append((replica_id, command))
+
+    def train(self, replica_id, command, shards) -> None:
+        self.told.append((replica_id, command, shards))
+
+
+def executor_in(
+    directory, tasks, *, ranks=None, replicas=None, engines=None, post=None
+) -> Executor:
     """An executor whose ports are made up as far as a test needs them."""
     nobody = cast("Any", None)
     terms = Terms(
@@ -65,6 +89,9 @@ def executor_in(directory, tasks, *, ranks=None, engines=None, post=None) -> Exe
     )
     ports = Ports(
         ranks=ranks,
+        replicas=replicas or nobody,
+        trainer=nobody,
+        plans=nobody,
         engines=engines,
         rollouts=nobody,
         evaluations=nobody,
@@ -228,3 +255,52 @@ async def test_a_version_that_a_server_holds_or_starts_from_outlives_newer_ones(
         await executor.until_written()
     kept = sorted(path.name for path in directory.weights.iterdir())
     assert kept == [".v000008", "v000002", "v000004", "v000006", "v000007"]
+
+
+async def test_members_get_the_shards_behind_those_of_the_core(tmp_path):
+    ranks, replicas, directory = RecordedRanks(), RecordedReplicas(), RunDirectory(tmp_path)
+    directory.create()
+    first, second = ReplicaId("hybrid-0"), ReplicaId("hybrid-1")
+    begun = BegunStep(3, (0,), 7, (first, second), (ReplicaId("hybrid-2"),))
+    group = complete(admitted(n_samples=4))
+    async with anyio.create_task_group() as tasks:
+        executor = executor_in(directory, tasks, ranks=ranks, replicas=replicas)
+        executor._shape = BatchShape(dp_size=1, mini_batch_size=4)
+        executor.execute(commands.SendBatch(1, 3, (group,), hybrids=begun))
+    ((train, core_shards),) = ranks.trained
+    told = {replica_id: shards for replica_id, _, shards in replicas.told}
+    assert told.keys() == {first, second}
+    assert all(command == train for _, command, _ in replicas.told)
+    everything = [*core_shards, *told[first], *told[second]]
+    ids = [s.trajectory_id for (mini_batch,) in everything for s in mini_batch.samples]
+    assert sorted(ids) == sorted(t.trajectory_id for t in group.trajectories)
+    assert (train.step, train.hybrids.epoch, train.hybrids.joiners) == (3, 7, ("hybrid-2",))
+    for share in train.hybrids.members:
+        ((mini_batch,),) = told[share.replica_id]
+        tokens = [sum(sample.loss_mask) for sample in mini_batch.samples]
+        assert share.num_tokens == (sum(tokens),)
+        assert share.num_sequences == (len(tokens),)
+
+
+async def test_a_batch_is_sent_after_the_snapshot_that_was_asked_for_before_it(tmp_path):
+    ranks, directory = RecordedRanks(), RunDirectory(tmp_path)
+    directory.create()
+    snapshot = directory.hybrid / "step_000002"
+    snapshot.mkdir(parents=True)
+    async with anyio.create_task_group() as tasks:
+        executor = executor_in(directory, tasks, ranks=ranks)
+        executor.execute(commands.TakeSnapshot(1, 2, str(snapshot)))
+        executor.execute(commands.SendBatch(1, 3, (complete(admitted()),)))
+    saving, training = ranks.told
+    assert saving == SaveCheckpoint(step=2, directory=str(snapshot), rollout_state=b"")
+    assert training == ("train", 3)
+    assert not snapshot.exists()
+
+
+async def test_a_snapshot_that_nobody_wants_is_deleted(tmp_path):
+    directory = RunDirectory(tmp_path)
+    snapshot = directory.hybrid / "step_000002"
+    snapshot.mkdir(parents=True)
+    async with anyio.create_task_group() as tasks:
+        executor_in(directory, tasks).execute(commands.DropSnapshot(str(snapshot)))
+    assert not snapshot.exists()

@@ -12,6 +12,9 @@ from typing import Literal
 
 import msgspec
 
+from libra.config.model import ModelConfig
+from libra.config.planning import PlannerConfig
+from libra.config.run import RunConfig
 from libra.config.weights import ReloadMethod, ReloadStrategy, WeightsConfig
 from libra.ids import (
     ChildId,
@@ -21,7 +24,10 @@ from libra.ids import (
     PolicyVersion,
     PromptId,
     RunId,
+    SlotId,
 )
+from libra.planner.plan import InstancePlacement, Plan, TrainPlacement
+from libra.pools.change_policy import policy_of
 from libra.pools.pool import RolloutPool
 from libra.rollouts.accounts import BufferLimits
 from libra.rollouts.evaluation import EvaluationTerms, is_evaluated
@@ -40,9 +46,11 @@ from libra.wire.rank import (
 )
 from libra_supervisor import events
 from libra_supervisor.loop import commands, cycle
+from libra_supervisor.loop.collection import CollectionTerms
 from libra_supervisor.loop.control import Control
 from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.moment import Moment
+from libra_supervisor.loop.plan_desk import PlanDesk
 from libra_supervisor.loop.publication import Publication, Terms
 from libra_supervisor.loop.rollout_desk import RolloutDesk
 from libra_supervisor.loop.rollout_state import encoded
@@ -94,6 +102,26 @@ class ListCursor:
         self._visit = int(state)
 
 
+def still_plans(ids) -> PlanDesk:
+    """The desk of a run whose plan is never changed."""
+    return PlanDesk(
+        plan_of(ids),
+        policy_of(PlannerConfig(), num_slots=8),
+        config=RunConfig(model=ModelConfig(model_path="m")),
+    )
+
+
+def plan_of(ids) -> Plan:
+    """One instance on each slot from 0, the core behind them."""
+    return Plan(
+        strategy="configured",
+        train=TrainPlacement(tp=1, pp=1, cp=1, ep=1, dp=1, slots=(SlotId(len(ids)),)),
+        instances=tuple(
+            InstancePlacement(instance_id=it, tp=1, slots=(SlotId(k),)) for k, it in enumerate(ids)
+        ),
+    )
+
+
 class Process(msgspec.Struct, kw_only=True):
     """One engine process as it really is."""
 
@@ -122,6 +150,8 @@ class World:
         reload_strategy: ReloadStrategy = "parallel",
         sync_mode: Literal["restart", "nccl"] = "restart",
         num_probes: int = 0,
+        plans: PlanDesk | None = None,
+        collection: CollectionTerms = CollectionTerms(),  # noqa: B008 - frozen
         probe_error_of: Callable[[InstanceId], float] = lambda _: 0.0,
     ) -> None:
         self.now = 0.0
@@ -139,6 +169,11 @@ class World:
         self.evaluated: list[commands.WriteEvaluation] = []
         self.reloads: list[commands.WriteReload] = []
         self.reconfigurations: list[commands.WriteReconfiguration] = []
+        self.retired: set[InstanceId] = set()
+        self.asked_again: list[commands.AskAgain] = []
+        self.missing: list[commands.SayMissing] = []
+        self.kept_plans: list[commands.KeepPlan] = []
+        self.plan_in_force: Plan | None = None
         self.stray_acks: list[commands.WriteStrayAck] = []
         self.pinned: list[frozenset[PolicyVersion]] = []
         """What was to be kept each time that versions were retired."""
@@ -175,6 +210,8 @@ class World:
         self._reload_method = reload_method
         self._probe_error_of = probe_error_of
         self._ids = [InstanceId(f"vllm-{k}") for k in range(num_instances)]
+        if plans is not None:
+            self._ids = [it.instance_id for it in plans.started_with.instances]
         pool = RolloutPool([(i, 1) for i in self._ids], now=0.0)
         limits = BufferLimits(
             n_samples=2,
@@ -195,6 +232,9 @@ class World:
             probe_token_ids=PROBE,
             probe_tolerance=1e-3,
         )
+        desk = plans or still_plans(self._ids)
+        self.placed = {it.instance_id: it for it in desk.started_with.instances}
+        self.train = desk.started_with.train
         self.control = Control(
             cycle_machine=cycle.Cycle(
                 cycle.Limits(
@@ -221,7 +261,9 @@ class World:
                 publishes=sync_interval > 0,
                 transfers=sync_mode == "nccl",
                 num_probes=num_probes,
+                collection=collection,
             ),
+            plans=desk,
         )
 
     def boot(self) -> None:
@@ -363,6 +405,8 @@ class World:
                 self.routes[instance_id] = version
             case commands.Unroute(instance_id, _):
                 self.routes.pop(instance_id, None)
+            case commands.ReplaceInstance(instance_id, _) if instance_id in self.retired:
+                pass  # it is on its way out, or has gone
             case commands.ReplaceInstance(instance_id, _):
                 is_coming = any(isinstance(it, _Replace) for it in self.pending)
                 assert instance_id in self.processes or is_coming, "its process is gone already"
@@ -406,12 +450,58 @@ class World:
                 self.replaced = command
             case commands.KnowInstance():
                 self.known.append(command)
+            case commands.AskAgain():
+                self.asked_again.append(command)
+            case commands.SayMissing():
+                self.missing.append(command)
+            case commands.AddInstance(placement, has_devices):
+                assert has_devices
+                assert placement.instance_id not in self.processes, "it runs already"
+                self.retired.discard(placement.instance_id)
+                self.placed[placement.instance_id] = placement
+                self._check_slots()
+                self.start_process(placement.instance_id)
+            case commands.DrainInstance(instance_id, _):
+                assert instance_id not in self.routes, "drained while requests are routed to it"
+                self.pending.append(events.InstanceDrained(instance_id))
+            case commands.KeepInstance(instance_id):
+                self.pending = [e for e in self.pending if e != events.InstanceDrained(instance_id)]
+            case commands.RetireInstance(instance_id) if instance_id in self.retired:
+                pass  # it is on its way out already
+            case commands.RetireInstance(instance_id):
+                self.pending = [e for e in self.pending if not _is_replacement(e, instance_id)]
+                self.retired.add(instance_id)
+                self._end_process(instance_id, is_asked_for=True)
+                self.pending.append(events.InstanceRetired(instance_id, is_clean=True))
+                self.placed.pop(instance_id, None)
+            case commands.ForgetInstance(instance_id):
+                assert instance_id not in self.processes
+                self.routes.pop(instance_id, None)
+            case commands.ReshapeGang(plan):
+                self._reshape(plan.train)
+            case commands.KeepPlan():
+                self.kept_plans.append(command)
+            case commands.WritePlan(plan):
+                self.plan_in_force = plan
             case commands.WriteReconfiguration():
                 self.reconfigurations.append(command)
             case commands.ReportReconfiguration(ended):
                 self.pending.append(ended)
             case commands.RetireVersions(pinned):
                 self.pinned.append(pinned)
+
+    def _reshape(self, train: TrainPlacement) -> None:
+        """The gang ends, and another one reads the newest checkpoint."""
+        self.pending = [e for e in self.pending if not isinstance(e, _OF_GANG)]
+        self.train = train
+        self._check_slots()
+        self.publishing = None
+        self.gang_is_busy = False
+        self.start_gang()
+
+    def _check_slots(self) -> None:
+        used = [*self.train.slots, *(s for it in self.placed.values() for s in it.slots)]
+        assert len(used) == len(set(used)), "a slot has two owners"
 
     def _work(self, said) -> None:
         """Rank 0 is busy until it says so."""
@@ -552,6 +642,13 @@ class World:
     def _is_of(self, event, incarnation: Incarnation) -> bool:
         is_under_way = isinstance(event, _Replace)
         return not is_under_way and getattr(event, "incarnation", None) == incarnation
+
+
+def _is_replacement(event, instance_id) -> bool:
+    return isinstance(event, _Replace) and event.instance_id == instance_id
+
+
+_OF_GANG = (events.RankSaid, events.GangReady, events.ExportChecked)
 
 
 class _Generate(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from config_files import TINY_MODEL
 from libra_supervisor.journal import StateFile
 from libra_supervisor.process.kernel import read_table, read_tag
 from processes import CHILDREN
+from tiny_models import make_tiny_model
 from tokenizer_dirs import write_tokenizer
 from weight_dirs import tiny_tensors, write_tensors
 
@@ -22,7 +23,7 @@ model_path: {model}
 train_data: {data}
 reward: character_class
 device: cpu
-train_gpus: 2
+train_gpus: {train_gpus}
 rollout_gpus: 2
 heterogeneous_rollout:
   instances: [{{tp: 1, count: 2}}]
@@ -47,20 +48,33 @@ def write_config(folder: Path, **options: object) -> Path:
     words = ("digits", "capitals", "letters", "symbols")
     data.write_text("".join(f'{{"prompt": "{word}", "answer": "{word}"}}\n' for word in words))
     path = folder / "run.yaml"
-    lines = [f"{key}: {json.dumps(value)}" for key, value in options.items()]
-    path.write_text(CONFIG.format(model=model, data=data) + "\n".join(lines) + "\n")
+    train_gpus = options.pop("train_gpus", 2)
+    lines = [f"{key}: {_yaml(value)}" for key, value in options.items()]
+    path.write_text(
+        CONFIG.format(model=model, data=data, train_gpus=train_gpus) + "\n".join(lines) + "\n"
+    )
     return path
+
+
+def _yaml(value: object) -> str:
+    return ".inf" if value == float("inf") else json.dumps(value)
 
 
 class FakeRun:
     """One run directory; `start` may be called again after its supervisor has ended."""
 
-    def __init__(self, folder: Path, **options: object) -> None:
+    def __init__(self, folder: Path, *, has_real_trainer: bool = False, **options: object) -> None:
+        """`has_real_trainer`: Megatron under torchrun, on a model that it can train."""
         self.config = write_config(folder, **{"total_steps": 1000, **options})
         self.run_dir = folder / "run"
         self.out = folder / "run.out"
         path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "supervisor", SUPPORT)))
         self.env = {**os.environ, "PYTHONPATH": path}
+        if has_real_trainer:
+            self.env["FAKE_RUN_TRAINER"] = "real"
+            made = make_tiny_model(folder / "trained", "qwen3")
+            for name in ("config.json", "model.safetensors"):
+                (made / name).rename(folder / "model" / name)
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *arguments: str) -> None:

@@ -102,6 +102,7 @@ class FakeVllm:
         self.health_status = 200
         self.freeze_tokens = False
         self.metrics_text: str | None = None
+        self.second_engine_waits: int | None = None
         self.freeze_metrics = False
         self.max_running: int | None = None
         self.start_delay_s = 0.0
@@ -427,5 +428,7 @@ class FakeVllm:
             "vllm:prefix_cache_hits_total": 0,
         }
         lines = [f"{name}{labels} {float(value)}" for name, value in values.items()]
+        if self.second_engine_waits is not None:
+            lines.append(f'vllm:num_requests_waiting{{engine="1"}} {self.second_engine_waits}')
         info = f'engine="0",block_size="32",kv_cache_size_tokens="{self.kv_capacity_tokens}"'
         return "\n".join([*lines, f"vllm:cache_config_info{{{info}}} 1.0", ""])

@@ -8,11 +8,14 @@ from control_world import RandomWorld
 from fleets import fleet_of, place
 from libra.planner.search import plan
 from libra.wire.api import ChildStatus, StatusSnapshot
-from libra_supervisor.app.collector import RunCollector, registry_of
+from libra_supervisor.app.collector import RunCollector, Sources, registry_of
 from libra_supervisor.app.forecaster import Forecaster
+from libra_supervisor.app.replan_desk import Outcomes
+from libra_supervisor.events import ReconfigurationEnded
 from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.loop.stall import StallMeter
 from libra_supervisor.records.calibration import empty_book
+from libra_supervisor.records.reconfiguration import DecisionRecord
 from libra_supervisor.records.trackers import Tracker, Trackers
 from planner_cases import grp_config
 
@@ -48,6 +51,7 @@ STATUS = StatusSnapshot(
     uptime_s=1.0,
     eta_s=None,
     plan="",
+    last_decision="",
     children=(
         _engine("vllm-0", num_queued=4, kv_use_fraction=0.5, signals_age_s=2.0),
         _engine("vllm-1"),
@@ -67,6 +71,24 @@ def _trained_world() -> RandomWorld:
     world.run(Random(0))
     assert world.control.desk.dropped_by_reason
     return world
+
+
+def _looked() -> Outcomes:
+    """One look, and a change that ended."""
+    outcomes = Outcomes()
+    outcomes.num_decisions["switch"] += 1
+    outcomes.num_ended["done"] += 1
+    outcomes.last = DecisionRecord(
+        decision_id=1,
+        wall_time_ns=1,
+        step=1,
+        verdict="switch",
+        reason="worth it",
+        numbers={"earned_s": 100.0, "price_s": 20.0},
+        plan="",
+    )
+    outcomes.last_ended = ReconfigurationEnded(1, "done", 1.5, {"drain": 3.0}, "worth it")
+    return outcomes
 
 
 def trained_collector(world: RandomWorld | None = None) -> RunCollector:
@@ -89,7 +111,15 @@ def trained_collector(world: RandomWorld | None = None) -> RunCollector:
     for prompt in ("a", "a", "a", "b"):
         place(scheduler, prompt=prompt)
     return RunCollector(
-        world.control, lambda: STATUS, StallMeter(), forecaster, trackers, scheduler
+        world.control,
+        lambda: STATUS,
+        Sources(
+            stalls=StallMeter(),
+            forecaster=forecaster,
+            trackers=trackers,
+            scheduler=scheduler,
+            outcomes=_looked(),
+        ),
     )
 
 

@@ -94,6 +94,10 @@ class Hosts:
         self.processes.append(process)
         return process
 
+    def signal(self, process, signum):
+        """To the first process on a host."""
+        psutil.Process(process.pid).children()[0].send_signal(signum)
+
     def follow(self, rank, *, port, config, run_dir, token):
         said = {
             "hosts": self.addresses, "port": port, "rank": rank, "config": str(config),

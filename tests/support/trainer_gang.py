@@ -4,12 +4,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -77,11 +77,26 @@ def _drain(pipe: int, log: Path) -> None:
             sink.write(chunk)
 
 
+class Program(NamedTuple):
+    """What the ranks run."""
+
+    arguments: Sequence[str] = ("-m", "libra.trainer")
+    environment: Mapping[str, str] = MappingProxyType({})
+    has_torchrun: bool = True
+    """Without it one rank is started as torchrun would start it, but sooner."""
+
+
 class FakeSupervisor:
     """Starts torchrun with `num_ranks` of libra.trainer and holds their links, by rank."""
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, num_ranks: int, *, restore: Path | None = None
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        num_ranks: int,
+        *,
+        restore: Path | None = None,
+        program: Program | None = None,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         resolved = run_dir / "config.resolved.json"
@@ -99,14 +114,17 @@ class FakeSupervisor:
         arguments = ["--config", str(resolved), "--run-dir", str(run_dir)]
         if restore is not None:
             arguments += ["--restore", str(restore)]
-        self.process = start_torchrun(
-            ["-m", "libra.trainer", *arguments],
+        what = program or Program()
+        start = start_torchrun if what.has_torchrun else start_one_rank
+        self.process = start(
+            [*what.arguments, *arguments],
             num_ranks,
             log=self.log,
             environment={
                 "LIBRA_CONTROL": str(control),
                 "LIBRA_RUN_ID": "run-under-test",
                 "LIBRA_ATTEMPT": "1",
+                **what.environment,
             },
         )
 
@@ -163,6 +181,24 @@ def start_torchrun(
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env=trainer_environment() | (environment or {}),
+        )
+
+
+def start_one_rank(
+    arguments: list[str], num_ranks: int, *, log: Path, environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start the only rank of a world by itself."""
+    assert num_ranks == 1
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    log.unlink(missing_ok=True)
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # The store's port: nobody else of this world has to know it.
+            env=trainer_environment() | place | {"MASTER_PORT": "0"} | environment,
         )
 
 

@@ -12,7 +12,15 @@ from libra.config.load import current_environ
 from libra.config.run import RunConfig
 from libra.wire.rank import MiniBatch, Sample, TrainStep
 
-FLAT_SECTIONS = ("control", "training", "megatron", "algorithm", "rollout")
+FLAT_SECTIONS = (
+    "control",
+    "training",
+    "megatron",
+    "algorithm",
+    "rollout",
+    "supervision",
+    "global_resource_planner",
+)
 
 
 def run_config(model_path: Path, **options: Any) -> RunConfig:

@@ -1,20 +1,14 @@
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from config_files import config_from, every_problem_of, problems_of, write_model, write_run
-from libra.config.availability import NOT_YET, Gap, check_availability, check_stack
+from config_files import config_from, problems_of, write_model, write_run
+from libra.config.availability import check_availability, check_stack
 from libra.config.environment import Environment, SlurmEnvironment
 from libra.config.files import check_paths
 from libra.config.load import Disk, load_config
 from libra.config.model_files import model_arch_of
-from libra.config.run import RunConfig
-from libra.config.surface import all_options
 from libra.errors import DataError
 
 
@@ -103,67 +97,17 @@ def test_nothing_that_is_a_default_is_unavailable():
     assert not check_availability(config_from(), Environment())
 
 
-def test_every_gap_is_an_option_with_a_reason():
-    for gap in NOT_YET:
-        assert gap.path in all_options()
-        assert gap.reason
-        assert not gap.applies_to(config_from())
-
-
-OTHER_VALUES = (
-    True,
-    False,
-    0.5,
-    2,
-    [2],
-    "/x",
-    "fsdp",
-    "nccl",
-    "grp",
-    "restart_all",
-    "kv_tokens",
-    "shrink",
-)
-
-
-def writable_values(path: str) -> Iterator[tuple[str, RunConfig]]:
-    """Lines that set `path` to something else than its default."""
-    for value in (*OTHER_VALUES, [{"url": "http://a:1"}], ["a"]):
-        said: Any = value
-        for segment in reversed(path.split(".")):
-            said = {segment: said}
-        text = yaml.safe_dump(said, default_flow_style=True, width=1000).strip()[1:-1]
-        with contextlib.suppress(AssertionError):
-            yield text, config_from(text)
-
-
-@pytest.mark.parametrize("gap", NOT_YET, ids=lambda gap: gap.path)
-def test_what_is_not_built_is_refused_with_the_reason(tmp_path: Path, gap: Gap):
-    text = next(text for text, config in writable_values(gap.path) if gap.applies_to(config))
-    found = every_problem_of(write_run(tmp_path, text))
-    refusals = [
-        p for p in found if p.path == gap.path and p.what == f"is not available yet: {gap.reason}"
-    ]
-    assert len(refusals) == 1
-    assert refusals[0].place is not None
-    assert refusals[0].place.line == 6
-
-
-def test_more_than_one_node_is_refused_for_a_run(tmp_path: Path):
+def test_nodes_that_nobody_names_are_refused_for_a_run(tmp_path: Path):
     text = (
         "hardware: {device_name: x, memory_bytes: 1, dense_bf16_flops: 1, nodes: 2, "
         "memory_bandwidth_bytes_per_s: 1, intra_node_bandwidth_bytes_per_s: 1, "
         "inter_node_bandwidth_bytes_per_s: 1}"
     )
-    assert (
-        "2 nodes are not available yet"
-        in problems_of(write_run(tmp_path, text))["hardware.nodes"].what
-    )
+    found = problems_of(write_run(tmp_path, text))["hardware.nodes"]
+    assert found.what == "describes 2 nodes, and nobody says which they are"
     slurm = SlurmEnvironment(job_id=1, num_job_nodes=2, num_step_nodes=2)
-    found = check_availability(config_from(), Environment(slurm=slurm))
-    assert "this Slurm step has 2 nodes" in found[0].what
-    alone = SlurmEnvironment(job_id=1, num_job_nodes=2)
-    assert not check_availability(config_from(), Environment(slurm=alone))
+    assert not check_availability(config_from(text), Environment(slurm=slurm))
+    assert not check_availability(config_from(f"nodes: [a, b]\n{text}"), Environment())
 
 
 def test_replicated_key_value_heads_are_not_trained_yet(tmp_path: Path):

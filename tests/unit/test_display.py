@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from libra.wire.api import ChildStatus, StatusSnapshot
+from libra.wire.api import ChildStatus, EngineStatus, StatusSnapshot
 from libra_supervisor.display.console import PlainDisplay, display_on
 from libra_supervisor.display.progress import Progress, duration, eta_s, plain_line, rows
 from libra_supervisor.display.status import status_text
@@ -123,6 +123,10 @@ def test_status_lists_every_child_in_aligned_columns():
         }
         return ChildStatus(**{**base, **changes})
 
+    engines = (
+        EngineStatus(engine="0", num_running=3, num_queued=0, kv_use_fraction=0.25),
+        EngineStatus(engine="1", num_running=None, num_queued=500, kv_use_fraction=None),
+    )
     text = status_text(
         StatusSnapshot(
             run_id="r-1",
@@ -139,9 +143,10 @@ def test_status_lists_every_child_in_aligned_columns():
             uptime_s=62.0,
             eta_s=None,
             plan="train 2 GPUs",
+            last_decision="plan kept after step 3: 12 s are not enough",
             children=(
                 child("vllm-0", num_queued=12, kv_use_fraction=0.5, signals_age_s=3.0),
-                child("vllm-1", pid=None, last_error="killed by SIGKILL"),
+                child("vllm-1", pid=None, last_error="killed by SIGKILL", engines=engines),
                 child("trainer", role="trainer"),
             ),
             oldest_wait="group g has been silent for 3 s",
@@ -150,14 +155,24 @@ def test_status_lists_every_child_in_aligned_columns():
     lines = text.splitlines()
     assert lines[0] == "run r-1 (pid 4), up 1:02, ETA -"
     assert "group g has been silent for 3 s" in lines
-    header, first, second, trainer = lines[-4:]
+    assert "newest look at it: plan kept after step 3: 12 s are not enough" in lines
+    header, first, second, *each, trainer = lines[-6:]
     assert header.index("pid") == first.index("41") == second.index("-", 8)
     assert second.endswith("killed by SIGKILL")
     # What an engine does not tell is unknown, not 0; a trainer has none of it.
-    shown = [line[header.index("queued") : header.index("last error")] for line in lines[-3:]]
+    shown = [
+        line[header.index("queued") : header.index("last error")]
+        for line in (first, second, trainer)
+    ]
     assert [cells.split() for cells in shown] == [
         ["12", "50%", "0:03", "ago"],
         ["?", "?", "-"],
         ["-", "-", "-"],
     ]
     assert trainer.startswith("trainer")
+    # The engines of a data-parallel server follow it, in its columns.
+    assert [line.split() for line in each] == [
+        ["engine", "0", "3", "running", "0", "25%"],
+        ["engine", "1", "?", "500", "?"],
+    ]
+    assert each[1].index("500") == header.index("queued")

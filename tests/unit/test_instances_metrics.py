@@ -55,6 +55,32 @@ def test_the_engines_of_one_server_are_summed_and_the_fullest_counts():
     assert load.kv_capacity_tokens == 3072
 
 
+@pytest.mark.case("R-B19")
+def test_each_engine_of_a_data_parallel_server_is_told_by_itself():
+    page = "".join(
+        f'vllm:num_requests_running{{engine="{engine}"}} {running}\n'
+        f'vllm:num_requests_waiting{{engine="{engine}"}} {waiting}\n'
+        for engine, running, waiting in (
+            (10, 1, 2),
+            (0, 3, 0),
+            (1, 4, 500),
+            (2, "NaN", 7),
+            (3, -1, "+Inf"),
+        )
+    )
+    use = 'vllm:gpu_cache_usage_perc{engine="1"} 0.5\nvllm:kv_cache_usage_perc{engine="0"} 0.1\n'
+    load = read(page + use).load
+    assert load.num_waiting == 509.0
+    told = [(e.engine, e.num_running, e.num_waiting, e.kv_use_fraction) for e in load.engines]
+    assert told == [
+        ("0", 3.0, 0.0, 0.1),
+        ("1", 4.0, 500.0, 0.5),
+        ("2", None, 7.0, None),
+        ("10", 1.0, 2.0, None),
+    ]
+    assert read(NEW).load.engines == ()
+
+
 def test_an_older_server_tells_its_capacity_in_blocks():
     page = NEW.replace('kv_cache_size_tokens="1536",', "")
     assert read(page).load.kv_capacity_tokens == 48 * 32

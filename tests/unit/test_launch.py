@@ -12,10 +12,10 @@ from libra.config.run import RunConfig
 from libra.config.run_control import RunControlConfig
 from libra.config.training import TrainingConfig
 from libra.errors import ConfigError, InfeasiblePlanError, SiteError
-from libra.planner.plan import configured_plan
+from libra.planner.plan import configured_plan, plan_in_words
 from libra.rollouts.accounts import LEASE_S
 from libra_supervisor.app import launch
-from libra_supervisor.app.launch import RunRequest, choose_directory, new_run_id, plan_in_words
+from libra_supervisor.app.launch import RunRequest, choose_directory, new_run_id
 from libra_supervisor.app.parts import buffer_limits
 from libra_supervisor.doctor.devices import cuda_devices, resolved_device, slot_devices
 from libra_supervisor.run_directory import RunDirectory

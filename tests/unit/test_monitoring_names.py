@@ -117,7 +117,7 @@ def test_prometheus_own_library_reads_the_page_and_every_name_has_its_unit():
         "libra_step", "libra_policy_version", "libra_instances", "libra_trajectories_running",
         "libra_trajectories_buffered", "libra_reward_mean", "libra_kl_mismatch",
         "libra_staleness_versions_mean", "libra_engine_requests_in_flight",
-        "libra_engine_requests_queued", "libra_reload_probe_difference",
+        "libra_engine_requests_queued", "libra_reload_probe_difference", "libra_plan_slots",
     }  # fmt: skip
     assert {name for name in names if not name.endswith(units)} == counts
 

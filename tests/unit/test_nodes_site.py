@@ -5,6 +5,7 @@ import pytest
 import yaml
 
 from config_files import broken_rules, config_from, problems_of, warnings_of, write_run
+from libra.config.availability import check_availability
 from libra.config.environment import Environment, SlurmEnvironment, read_environment
 from libra.config.load import dump_yaml
 from libra.config.nodes import NodesConfig
@@ -78,10 +79,27 @@ def test_a_port_that_nobody_listens_on_is_a_warning():
     assert set(warnings_of("nodes: ['a:1', 'b:2']")) == {"nodes[1].port"}
 
 
-def test_several_nodes_are_not_run_yet_and_files_must_be_there(tmp_path):
+def test_files_must_be_there(tmp_path):
     found = problems_of(write_run(tmp_path, "nodes: [a, b]\nnode_token_file: /no/such/token"))
-    assert "a run uses one node" in found["nodes"].what
-    assert found["node_token_file"].what.endswith("/no/such/token")
+    assert found["node_token_file"].what == "there is no file /no/such/token"
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        (
+            "global_resource_planner: {runtime_dynamic_reconfiguration_enabled: true}",
+            "global_resource_planner.runtime_dynamic_reconfiguration_enabled",
+        ),
+        ("rollout_weight_sync_mode: nccl", "rollout_weight_sync_mode"),
+    ],
+)
+def test_what_several_nodes_cannot_do_yet_is_refused(text: str, path: str):
+    found = check_availability(config_from(f"nodes: [a, b]\n{text}"), ALONE)
+    assert [problem.path for problem in found] == [path]
+    assert "not available yet on several nodes" in found[0].what
+    assert not check_availability(config_from(f"nodes: [a]\n{text}"), ALONE)
+    assert check_availability(config_from(text), step())
 
 
 # Slurm's lists

@@ -7,8 +7,7 @@ from libra.planner.calibration import Calibration, Observation, observe
 from libra.planner.cost_models import cost_models
 from libra.planner.demand import Demand, observed_demand, prior_demand
 from libra.planner.render import render_plan
-from libra.planner.search import plan, train_work
-from libra.planner.train_search import TrainSearch
+from libra.planner.search import plan
 from planner_cases import (
     A100_80G,
     H200_141G,
@@ -173,7 +172,7 @@ def test_a_branch_without_data_parallel_ranks_says_which_numbers_were_in_the_way
 
 def test_a_size_without_whole_expert_groups_says_so():
     planner = {"allowed_train_tp": [8], "allowed_train_ep": [4], "allowed_train_pp": [1]}
-    found = reasons(plan(grp_config(arch=QWEN3_30B_A3B, planner=planner), only_built=False))
+    found = reasons(plan(grp_config(arch=QWEN3_30B_A3B, planner=planner)))
     assert found["16 training GPUs"] == "DP 2: is no multiple of EP4"
     assert found["24 training GPUs"].startswith("DP 3: does not divide 512")
 
@@ -188,7 +187,6 @@ def test_communication_ratios_prune_expert_branches():
                 "train_ep_comm_compute_ratio_threshold": 0.01,
             },
         ),
-        only_built=False,
     )
     assert report.choice.train.ep == 1
     assert "all-to-all is" in reasons(report)["TP8 EP4"]
@@ -205,7 +203,7 @@ def test_a_communication_ratio_prunes_just_above_its_threshold(over):
         "train_comm_compute_ratio_threshold": tensor / over,
         "train_ep_comm_compute_ratio_threshold": expert / over,
     }
-    found = reasons(plan(grp_config(arch=QWEN3_30B_A3B, planner=planner), only_built=False))
+    found = reasons(plan(grp_config(arch=QWEN3_30B_A3B, planner=planner)))
     assert ("TP8" in found) == (over > 1)
     assert ("TP4 EP8" in found) == (over > 1)
     if over > 1:
@@ -222,7 +220,7 @@ def test_expert_parallelism_is_searched_for_mixtures_and_must_divide_the_experts
             "allowed_train_pp": [1],
         },
     )
-    report = plan(config, only_built=False)
+    report = plan(config)
     assert report.choice.train.ep > 1
     assert reasons(report)["TP1 EP3"] == "128 experts do not divide by it"
 
@@ -240,30 +238,9 @@ def test_context_parallel_is_raised_only_as_far_as_memory_asks():
         megatron={"megatron_recompute_granularity": "none"},
         planner={"allowed_train_tp": [8], "allowed_train_pp": [1]},
     )
-    report = plan(config, only_built=False)
+    report = plan(config)
     assert report.choice.train.cp == 2
     assert "GiB" in reasons(report)["TP8 PP1"]
-
-
-@pytest.mark.parametrize(
-    ("option", "branch"), [("train_ep_size", "TP8 EP2"), ("train_cp_size", "TP8 PP1 CP2")]
-)
-def test_what_the_trainer_cannot_do_yet_is_left_with_its_reason(option, branch):
-    config = grp_config(
-        arch=QWEN3_30B_A3B,
-        max_new_tokens=120_000,
-        batch_size=64,
-        megatron={"megatron_recompute_granularity": "none"},
-        planner={"allowed_train_ep": [1, 2], "allowed_train_tp": [8], "allowed_train_pp": [1]},
-    )
-    search = TrainSearch(
-        config,
-        models=cost_models(config, Calibration(hardware="", model="")),
-        work=train_work(config, prior_demand(config)),
-        gpu_counts=[8, 16, 32],
-        unbuilt={option: "not there yet"},
-    )
-    assert (branch, "not there yet") in {(p.branch, p.reason) for p in search.log.entries()}
 
 
 def test_an_infeasible_cluster_names_every_reason():

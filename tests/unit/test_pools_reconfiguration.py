@@ -160,6 +160,11 @@ def test_replicas_leave_before_the_core_changes_and_join_after_it():
             "runtime_dynamic_reconfiguration_enabled is false",
         ),
         (
+            plan(core(0), instance(A, 1)),
+            {"runtime_manage_rollout_processes": False},
+            "the servers are run by somebody else: runtime_manage_rollout_processes is false",
+        ),
+        (
             plan(core(0, 3), instance(A, 1), instance(B, 2)),
             {"runtime_reconfigure_training": False},
             "the training side would change, and runtime_reconfigure_training is false",
@@ -230,7 +235,8 @@ def test_a_server_that_does_not_come_up_in_time_is_stopped_and_the_plan_before_s
     started = machine.on_gone(A, now=3.0)
     assert said(started) == ["start vllm-2 (TP 1, slots 1)", "wait until vllm-2 serves"]
     assert machine.on_tick(now=12.9) == ()
-    assert said(machine.on_tick(now=13.0)) == ["stop vllm-2"]
+    assert said(machine.on_tick(now=13.0)) == ["take back what is in flight at vllm-2"]
+    assert said(machine.on_drained(C, now=13.0)) == ["stop vllm-2"]
     back = machine.on_gone(C, now=14.0)
     assert said(back) == ["start vllm-0 (TP 1, slots 1)", "wait until vllm-0 serves"]
     assert machine.on_serving(A, now=20.0) == ()

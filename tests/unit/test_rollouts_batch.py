@@ -3,7 +3,7 @@ import pytest
 
 from libra.errors import InvariantError
 from libra.ids import PolicyVersion
-from libra.rollouts.batch import BatchShape, balanced_shares, shard
+from libra.rollouts.batch import BatchShape, balanced_shares, shard, trained_mini_batches
 from libra.rollouts.group import CompleteGroup
 from libra.rollouts.seeds import sampling_seed
 from libra.rollouts.summary import summarize
@@ -77,6 +77,28 @@ def test_a_batch_that_does_not_divide_is_refused():
         shard(groups(), [0.0] * 8, BatchShape(dp_size=3, mini_batch_size=4))
 
 
+def test_shards_of_hybrids_come_last_and_may_be_one_sample_smaller():
+    shape = BatchShape(dp_size=2, mini_batch_size=4, num_hybrid_shards=1)
+    shards = shard(groups(), [0.0] * 8, shape)
+    assert [[len(m.samples) for m in mini_batches] for mini_batches in shards] == [
+        [2, 2],
+        [1, 1],
+        [1, 1],
+    ]
+    assert {m.global_num_sequences for mini_batches in shards for m in mini_batches} == {4}
+    assert len({s.trajectory_id for s in samples_of(shards)}) == 8
+
+
+def test_a_mini_batch_without_a_token_is_not_trained():
+    group = admitted(0)
+    cut = [trajectory(group, i, finish_reason="length", num_response=3) for i in range(2)]
+    batch = [CompleteGroup(group, tuple(cut)), *groups(num_groups=1)]
+    shape = BatchShape(dp_size=1, mini_batch_size=2)
+    assert trained_mini_batches(batch, shape) == (0, 1)
+    masked = BatchShape(dp_size=1, mini_batch_size=2, mask_truncated=True)
+    assert trained_mini_batches(batch, masked) == (1,)
+
+
 def test_shares_have_equal_counts_and_nearly_equal_lengths():
     lengths = [100, 1, 50, 50, 99, 2]
     shares = balanced_shares(lengths, 2)
@@ -119,3 +141,19 @@ def test_sampling_seeds_differ_in_everything_that_makes_a_request_another_one():
 
 def test_a_sampling_seed_is_the_same_on_every_machine_and_after_a_resume():
     assert sampling_seed(7, admitted(3), sample_index=2) == 2355612529637396985
+
+
+def test_a_batch_that_is_not_full_ends_with_what_is_left_and_counts_what_is_there():
+    batch = groups(num_groups=3)
+    shards = shard(batch, [float(i) for i in range(6)], BatchShape(dp_size=2, mini_batch_size=4))
+    assert [[len(m.samples) for m in rank] for rank in shards] == [[2, 1], [2, 1]]
+    tokens = [t.num_response_tokens for g in batch for t in g.trajectories]
+    for rank in shards:
+        assert [m.global_num_tokens for m in rank] == [sum(tokens[:4]), sum(tokens[4:])]
+        assert [m.global_num_sequences for m in rank] == [4, 2]
+    assert len({s.trajectory_id for s in samples_of(shards)}) == 6
+
+
+def test_what_is_left_has_to_divide_over_the_ranks():
+    with pytest.raises(InvariantError, match="do not divide"):
+        shard(groups(num_groups=3), [0.0] * 6, BatchShape(dp_size=4, mini_batch_size=4))

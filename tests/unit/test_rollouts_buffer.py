@@ -294,3 +294,40 @@ def test_a_continuation_must_continue_what_was_answered():
 def test_drops_are_told_in_words():
     assert in_words({"engine": 3, "sibling": 21, "stale": 0}) == "21 sibling, 3 engine"
     assert in_words({}) == "none"
+
+
+def test_a_part_of_a_batch_is_a_multiple_of_what_divides_it_and_the_rest_is_written_off():
+    buffer = RolloutBuffer(limits(batch_size=12, max_head_offpolicyness=0))
+    groups = [buffer.admit(prompt(row)) for row in range(6)]
+    for group in groups[:5]:
+        finish(buffer, group)
+    assert buffer.take_batch(version=V0) is None
+    assert buffer.take_partial(version=V0, multiple=16) is None
+    taken = buffer.take_partial(version=V0, multiple=4)
+    assert [g.admitted for g in taken] == groups[:4]
+    counts = buffer.counts
+    assert (counts.consumed, counts.written_off, counts.accepted) == (8, 4, 2)
+    # Staleness counts in whole batches: what was written off makes no room at this version.
+    assert buffer.num_admissible(serving_version=V0) == 0
+    start(buffer, groups[5])
+    assert buffer.num_admissible(serving_version=V1) == 4
+
+
+def test_only_samples_that_have_run_for_long_are_asked_for_again():
+    buffer = RolloutBuffer(limits(batch_size=8))
+    old, young, done = (buffer.admit(prompt(row)) for row in range(3))
+    buffer.on_started(old.group_id, 0, now=0.0)
+    buffer.on_started(old.group_id, 1, now=0.0)
+    buffer.on_finished(trajectory(old, 0))
+    buffer.on_progress(old.group_id, 1, now=90.0)
+    start(buffer, young, now=60.0)
+    finish(buffer, done)
+    assert {it.group_id: it.samples for it in buffer.missing()} == {
+        old.group_id: (1,),
+        young.group_id: (0, 1),
+    }
+    assert buffer.ask_again(asked_before=50.0, now=100.0) == {old.group_id: (1,)}
+    assert buffer.ask_again(asked_before=50.0, now=100.0) == {}
+    # The second try ends the sample as the first would have.
+    buffer.on_finished(trajectory(old, 1))
+    assert buffer.num_complete == 4

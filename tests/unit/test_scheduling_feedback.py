@@ -6,7 +6,7 @@ import pytest
 
 from fleets import fleet_of, place, request, scheduling, snapshot, spec
 from libra.ids import InstanceId
-from libra.scheduling.load import observed_load
+from libra.scheduling.load import EngineLoad, observed_load
 from libra.scheduling.notice import FeedbackLost, FeedbackRestored, KvCapacityDiffers
 from libra.scheduling.request import Wait
 from libra.scheduling.scheduler import Scheduler
@@ -216,6 +216,20 @@ def test_an_engine_that_runs_empty_is_not_thrashing():
             I0, snapshot(at, num_running=running, num_waiting=0, num_waiting_for_capacity=0), at
         )
     assert not scheduler.instances(now + 1)[0].is_penalized
+
+
+@pytest.mark.case("R-B19")
+def test_the_engines_of_a_data_parallel_server_are_shown_each_by_itself():
+    engines = tuple(
+        EngineLoad(engine=str(k), num_running=1.0, num_waiting=500.0 * k, kv_use_fraction=None)
+        for k in range(2)
+    )
+    scheduler = fleet_of(2)
+    scheduler.on_snapshot(I0, snapshot(1.0, num_waiting=500, engines=engines), 1.0)
+    first, second = scheduler.instances(3.0)
+    assert (first.num_queued, first.engines, second.engines) == (500, engines, ())
+    explained = {view.instance_id: view for view in scheduler.explain(request(), 3.0).instances}
+    assert explained[I0].engines == engines
 
 
 @pytest.mark.case("R-B18", "R-B23")

@@ -1,12 +1,14 @@
+import importlib.util
 import os
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 
 from libra.errors import ConfigError, DataError
 from libra.serving.identity import identity_from
-from libra.serving.launch import PLUGIN_PATH, prepare
+from libra.serving.launch import PLUGIN_PATH, WARM_MODULES, prepare, wait_for_go
 from libra.serving.plugin import begin_version
 from weight_dirs import publish_weights
 
@@ -141,3 +143,23 @@ def test_the_engine_counts_its_unfinished_requests():
 def test_a_version_begins_only_in_a_paused_engine():
     with pytest.raises(RuntimeError, match="paused"):
         begin_version(FakeCore(is_paused=False), 5)
+
+
+def test_a_server_without_devices_says_that_it_waits_and_goes_on_when_it_is_told(tmp_path):
+    go_file, seen = tmp_path / "vllm-0-a", []
+
+    def sleep(_seconds):
+        seen.append(sorted(path.name for path in tmp_path.iterdir()))
+        if len(seen) == 3:
+            go_file.touch()
+
+    wait_for_go(go_file, sleep=sleep)
+    assert seen == [["vllm-0-a.waiting"]] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_imported_ahead_is_there():
+    [package] = importlib.util.find_spec("vllm").submodule_search_locations
+    for name in WARM_MODULES:
+        path = Path(package, *name.split(".")[1:])
+        assert path.with_suffix(".py").exists() or path.is_dir(), name

@@ -1,9 +1,10 @@
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.tracing.prometheus import Sample, largest, read_samples, total
+from libra.tracing.prometheus import MAX_REMEMBERED_CHARS, Sample, largest, read_samples, total
 
 PAGE = """\
 # HELP running Requests.
@@ -66,6 +67,55 @@ def test_one_engine_without_a_value_leaves_the_others():
 
 def test_infinity_is_a_value():
     assert total(read("infinite"), "infinite") == math.inf
+
+
+def test_lines_of_one_name_may_lie_apart_and_end_as_on_windows():
+    page = 'a{x="1"} 1\r\nb 7\r\nx:a{x="2"} 9\r\na{x="2"} 2'
+    samples = read_samples(page, {"a", "x:b", "b"})
+    assert samples == {
+        "a": [Sample({"x": "1"}, 1.0), Sample({"x": "2"}, 2.0)],
+        "b": [Sample({}, 7)],
+    }
+
+
+def test_names_with_and_without_a_family_are_told_apart():
+    page = "vllm:up 1\nup 2\nother:up 3\nvllm:up_total 4\nvllm: 5\n"
+    samples = read_samples(page, {"vllm:up", "up", "vllm:"})
+    assert {name: found[0].value for name, found in samples.items()} == {
+        "vllm:up": 1.0,
+        "up": 2.0,
+        "vllm:": 5.0,
+    }
+    assert read_samples(page, set()) == {}
+
+
+def test_a_name_is_no_pattern():
+    assert read_samples("a.b 1\naxb 2\n", {"a.b"}) == {"a.b": [Sample({}, 1.0)]}
+
+
+@pytest.mark.parametrize(
+    ("rest", "labels"),
+    [
+        ('{x="} 7 {"} 1', {"x": "} 7 {"}),
+        ('{x="a} b",y="c} d"} 1', {"x": "a} b", "y": "c} d"}),
+        ('{x="1"}1', {"x": "1"}),
+        ('{x="1"}\t1', {"x": "1"}),
+        ('{x="1"} 1 # {trace="} "} 0.3', {"x": "1"}),
+        ("{} 1", {}),
+        (" 1 # {} 2", {}),
+        ('{x="' + "long" * MAX_REMEMBERED_CHARS + '"} 1', {"x": "long" * MAX_REMEMBERED_CHARS}),
+    ],
+)
+def test_labels_end_where_they_end_however_often_they_are_read(rest, labels):
+    for _ in range(2):
+        assert read_samples(f"a{rest}\n", {"a"}) == {"a": [Sample(labels, 1.0)]}
+
+
+def test_a_series_keeps_its_labels_and_changes_its_value():
+    values = [read_samples(f'a{{x="1"}} {k}\n', {"a"})["a"][0] for k in range(3)]
+    assert [(dict(s.labels), s.value) for s in values] == [({"x": "1"}, float(k)) for k in range(3)]
+    with pytest.raises(TypeError):
+        values[0].labels["x"] = "2"
 
 
 def test_escapes_in_labels_are_resolved():

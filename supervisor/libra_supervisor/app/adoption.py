@@ -6,6 +6,7 @@ started with what would be started today; its output still reaches a log. Then i
 its incarnation (`app.engine.Engine.until_ready`). What falls short is ended before anything starts.
 """
 
+import shutil
 from collections.abc import Mapping
 
 import anyio.to_thread
@@ -58,7 +59,11 @@ async def take_over(
 
 
 def _sweep(directory: RunDirectory) -> None:
-    """Remove half-written and half-removed versions and checkpoints; their writers have ended."""
+    """Remove half-written and half-removed versions and checkpoints; their writers have ended.
+
+    So have servers that waited for their devices, and what would have told them to go on.
+    """
+    shutil.rmtree(directory.prewarm, ignore_errors=True)
     for parent in (directory.weights, directory.checkpoints):
         for path in sweep_unfinished(parent):
             _log.info("leftover_removed", path=str(path))

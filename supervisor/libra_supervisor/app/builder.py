@@ -8,12 +8,15 @@ from typing import Final
 import msgspec
 
 from libra.data.dataset import PromptDataset
-from libra.ids import ChildId, RunId
-from libra.planner.plan import InstancePlacement
+from libra.errors import InvariantError
+from libra.ids import ChildId, InstanceId, RunId
+from libra.planner.plan import HybridPlacement, InstancePlacement, TrainPlacement
 from libra.scheduling.scheduler import Scheduler
 from libra.workflows.loading import load_workflow
+from libra_supervisor.app.cluster import Cluster
 from libra_supervisor.app.device_gate import DeviceGate
-from libra_supervisor.app.engine import Engine, EngineSite
+from libra_supervisor.app.drain_watch import DrainWatch
+from libra_supervisor.app.engine import Engine, EngineSite, HeldPort
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.app.foreign import ForeignEngine
@@ -21,6 +24,7 @@ from libra_supervisor.app.launch import Launch
 from libra_supervisor.app.parts import batch_shape
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import CheckpointChooser
+from libra_supervisor.app.replicas import Hear, Replicas, make_lane_key
 from libra_supervisor.app.routing import EngineRouter
 from libra_supervisor.app.scoring import reward_pool_of
 from libra_supervisor.events import Event
@@ -30,6 +34,7 @@ from libra_supervisor.inbox import Inbox
 from libra_supervisor.instances.client import MODEL_NAME
 from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.loop.execute import Terms
+from libra_supervisor.nodes.remote import remote_port
 from libra_supervisor.process.spawn import Spawner
 from libra_supervisor.ranks.gang import Gang
 from libra_supervisor.ranks.torchrun import TRAINER_ID, GangSite
@@ -40,6 +45,17 @@ from libra_supervisor.shared_load.directory import SharedDirectory
 from libra_supervisor.shared_load.exchange import LoadExchange
 
 LOOPBACK: Final = "127.0.0.1"
+NUM_PORTS: Final = 65_536
+
+
+def port_of(instance_id: InstanceId, base: int) -> int:
+    """`rollout_port_base` plus the number in the id, which no other instance of the run has had.
+
+    0 takes any. A run of so many instances that the ports end goes on at the base.
+    """
+    if not base:
+        return 0
+    return base + int(instance_id.rpartition("-")[2]) % (NUM_PORTS - base)
 
 
 class Builder(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +72,8 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
     inbox: Inbox[Event]
     rng: Random
     meter: ServingMeter
+    cluster: Cluster | None = None
+    """The other nodes; None when there are none."""
 
     def terms(self) -> Terms:
         config = self.launch.config
@@ -83,12 +101,38 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             meter=self.meter,
             cores=launch.cores,
         )
-        engines = [
-            self._engine(site, index, placement, served_directory)
-            for index, placement in enumerate(launch.plan.instances)
-        ]
+
+        endpoints = config.heterogeneous_rollout.endpoints
+        url_of = {
+            placement.instance_id: endpoint.url
+            for placement, endpoint in zip(launch.plan.instances, endpoints, strict=False)
+        }
+
+        def make(placement: InstancePlacement, has_devices: bool) -> Engine:
+            self.meter.add(placement.instance_id, placement.tp)
+            if placement.node:
+                return self._remote_engine(site, placement, served_directory)
+            if url := url_of.get(placement.instance_id):
+                return ForeignEngine(site, placement, self.scheduler, url=url, rng=self.rng)
+            return Engine(
+                site,
+                placement,
+                self.scheduler,
+                port=port_of(placement.instance_id, config.rollout.rollout_port_base),
+                served_directory=served_directory,
+                rng=self.rng,
+                gate=self._gate(
+                    ChildId(placement.instance_id),
+                    placement.slots,
+                    needed_fraction=config.rollout.gpu_memory_utilization,
+                ),
+                has_devices=has_devices,
+            )
+
         return Fleet(
-            engines,
+            launch.plan.instances,
+            make=make,
+            watch=DrainWatch(self.scheduler, self.room, self.inbox.post),
             config=config.supervision,
             spawner=self.spawner,
             weights=config.weights,
@@ -96,47 +140,51 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             rng=self.rng,
         )
 
-    def _engine(
+    def _remote_engine(
         self,
         site: EngineSite,
-        index: int,
         placement: InstancePlacement,
         served_directory: Callable[[], Path | None],
     ) -> Engine:
-        config = self.launch.config
-        if endpoints := config.heterogeneous_rollout.endpoints:
-            url = endpoints[index].url
-            return ForeignEngine(site, placement, self.scheduler, url=url, rng=self.rng)
-        base = config.rollout.rollout_port_base
-        return Engine(
+        """A server on another node, under that node's environment and its own devices."""
+        cluster = self._others()
+        node = cluster.nodes[placement.node]
+
+        async def hold_port(host: str, port: int) -> HeldPort:
+            return await remote_port(node, host, port)
+
+        there = msgspec.structs.replace(
             site,
+            host=cluster.site.hosts[placement.node],
+            env={},
+            devices=tuple(map(str, range(1 + max(placement.slots))))
+            if site.device == "cuda"
+            else site.devices,
+            cores=(),
+        )
+        base = site.config.rollout.rollout_port_base
+        return Engine(
+            there,
             placement,
             self.scheduler,
-            port=base + index if base else 0,
+            port=port_of(placement.instance_id, base),
             served_directory=served_directory,
             rng=self.rng,
-            gate=self._gate(
-                ChildId(placement.instance_id),
-                placement.slots,
-                needed_fraction=config.rollout.gpu_memory_utilization,
-            ),
+            gate=node,
+            spawner=cluster.spawner_for(placement.node, self.spawner),
+            hold_port=hold_port,
         )
+
+    def _others(self) -> Cluster:
+        if self.cluster is None:
+            raise InvariantError("a plan for several nodes has none but this one")
+        return self.cluster
 
     def gang(self) -> Gang:
         launch = self.launch
-        on_cuda = launch.device == "cuda"
-        slots = launch.plan.train.slots
-        devices = tuple(launch.devices[slot] for slot in slots)
-        site = GangSite(
-            run_id=self.run_id,
-            directory=launch.directory,
-            placement=launch.plan.train,
-            device=launch.device,
-            env=dict(launch.environ),
-            visible_devices=devices if on_cuda else (),
-            rank_cores=tuple(launch.cores[slot] for slot in slots) if launch.cores else (),
-        )
-        gate = self._gate(TRAINER_ID, slots, needed_fraction=None)
+        site, gate = self.gang_site(launch.plan.train), self._gang_gate(launch.plan.train)
+        if site.agents:
+            return self._spread_gang(site)
         return Gang(
             site,
             spawner=self.spawner,
@@ -145,6 +193,89 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             post=self.inbox.post,
             rng=self.rng,
             hindrance=None if gate is None else gate.hindrance,
+        )
+
+    def _spread_gang(self, site: GangSite) -> Gang:
+        """A gang with ranks on other nodes."""
+        cluster = self._others()
+        gang = Gang(
+            site,
+            spawner=cluster.gang_spawner(self.spawner),
+            config=self.launch.config.supervision,
+            choose=CheckpointChooser(self.launch.directory, self.inbox),
+            post=self.inbox.post,
+            rng=self.rng,
+            hindrance=cluster.gang_hindrance,
+        )
+        cluster.take_in_ranks_for(gang)
+        return gang
+
+    def replicas(self) -> Replicas:
+        """Gangs for hybrid replicas, in the core's layout but for data parallelism."""
+        directory = self.launch.directory
+        make_lane_key(directory)
+        train = self.launch.plan.train
+        grid = train.tp * train.pp * train.cp
+
+        async def from_base(_attempt: int) -> None:
+            return None
+
+        def make(placement: HybridPlacement, hear: Hear) -> Gang:
+            own = msgspec.structs.replace(
+                train, dp=len(placement.slots) // grid, slots=placement.slots
+            )
+            name = placement.replica_id
+            sockets = directory.hybrid / name
+            sockets.mkdir(mode=0o700, parents=True, exist_ok=True)
+            site = msgspec.structs.replace(
+                self.gang_site(own),
+                child_id=ChildId(name),
+                arguments=("--replica", name),
+                socket_directory=sockets,
+                is_restarted=False,
+            )
+            gate = self._gate(ChildId(name), placement.slots, needed_fraction=None)
+            return Gang(
+                site,
+                spawner=self.spawner,
+                config=self.launch.config.supervision,
+                choose=from_base,
+                post=hear,
+                rng=self.rng,
+                hindrance=None if gate is None else gate.hindrance,
+            )
+
+        return Replicas(make, self.inbox.post)
+
+    def reshape(self, gang: Gang, placement: TrainPlacement) -> None:
+        gate = self._gang_gate(placement)
+        gang.reshape(self.gang_site(placement), None if gate is None else gate.hindrance)
+
+    def _gang_gate(self, placement: TrainPlacement) -> DeviceGate | None:
+        return self._gate(TRAINER_ID, placement.slots, needed_fraction=None)
+
+    def gang_site(self, placement: TrainPlacement) -> GangSite:
+        launch = self.launch
+        on_cuda = launch.device == "cuda"
+        slots = placement.slots
+        if any(placement.node_of_rank(rank) for rank in range(len(slots))):
+            return GangSite(
+                run_id=self.run_id,
+                directory=launch.directory,
+                placement=placement,
+                device=launch.device,
+                env={},
+                agents=self._others().agents(placement, launch.environ, on_cuda=on_cuda),
+            )
+        devices = tuple(launch.devices[slot] for slot in slots)
+        return GangSite(
+            run_id=self.run_id,
+            directory=launch.directory,
+            placement=placement,
+            device=launch.device,
+            env=dict(launch.environ),
+            visible_devices=devices if on_cuda else (),
+            rank_cores=tuple(launch.cores[slot] for slot in slots) if launch.cores else (),
         )
 
     def _gate(

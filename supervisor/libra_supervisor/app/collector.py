@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -15,9 +16,20 @@ from libra import clock
 from libra.scheduling.scheduler import Scheduler
 from libra.wire.api import StatusSnapshot
 from libra_supervisor.app.forecaster import Forecaster
+from libra_supervisor.app.replan_desk import Outcomes
 from libra_supervisor.loop.control import Control
 from libra_supervisor.loop.stall import StallMeter
 from libra_supervisor.records.trackers import Trackers
+
+
+class Sources(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose figures are shown, beside the control state's."""
+
+    stalls: StallMeter
+    forecaster: Forecaster
+    trackers: Trackers
+    scheduler: Scheduler
+    outcomes: Outcomes
 
 
 class RunCollector(Collector):
@@ -27,17 +39,15 @@ class RunCollector(Collector):
         self,
         control: Control,
         status: Callable[[], StatusSnapshot],
-        stalls: StallMeter,
-        forecaster: Forecaster,
-        trackers: Trackers,
-        scheduler: Scheduler,
+        sources: Sources,
     ) -> None:
-        self._scheduler = scheduler
         self._control = control
         self._status = status
-        self._stalls = stalls
-        self._forecaster = forecaster
-        self._trackers = trackers
+        self._stalls = sources.stalls
+        self._forecaster = sources.forecaster
+        self._trackers = sources.trackers
+        self._scheduler = sources.scheduler
+        self._outcomes = sources.outcomes
 
     def collect(self) -> Iterator[Metric]:
         status, control = self._status(), self._control
@@ -79,6 +89,34 @@ class RunCollector(Collector):
         yield dropped
         yield from self._of_event_loop()
         yield from self._of_reloads()
+        yield from self._of_plans()
+
+    def _of_plans(self) -> Iterator[Metric]:
+        plans, outcomes = self._control.plans, self._outcomes
+        slots = GaugeMetricFamily("libra_plan_slots", "Of the plan in force.", labels=["side"])
+        slots.add_metric(["train"], plans.plan.train.world_size)
+        slots.add_metric(["rollout"], plans.plan.num_rollout_gpus)
+        slots.add_metric(["hybrid"], plans.plan.num_hybrid_gpus)
+        yield slots
+        decisions = CounterMetricFamily(
+            "libra_plan_decisions", "Looks at the plan.", labels=["verdict"]
+        )
+        for verdict in ("keep", "switch"):
+            decisions.add_metric([verdict], outcomes.num_decisions[verdict])
+        yield decisions
+        changes = CounterMetricFamily(
+            "libra_reconfigurations", "Changes of the plan that ended.", labels=["outcome"]
+        )
+        for outcome, number in plans.num_by_outcome.items():
+            changes.add_metric([outcome], number)
+        yield changes
+        seconds = CounterMetricFamily(
+            "libra_reconfiguration_seconds", "What they took, by phase.", labels=["phase"]
+        )
+        for phase, spent_s in plans.seconds_by_phase.items():
+            seconds.add_metric([phase], spent_s)
+        yield seconds
+        yield from _of_newest_look(outcomes)
 
     def _of_reloads(self) -> Iterator[Metric]:
         counts = self._control.publication.counts
@@ -225,3 +263,23 @@ def registry_of(collector: Collector) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     return registry
+
+
+def _of_newest_look(outcomes: Outcomes) -> Iterator[Metric]:
+    if (decided := outcomes.last) is not None and "earned_s" in decided.numbers:
+        yield GaugeMetricFamily(
+            "libra_plan_earned_seconds",
+            "What the best other plan would earn within the horizon, at the newest look.",
+            decided.numbers["earned_s"],
+        )
+        yield GaugeMetricFamily(
+            "libra_plan_price_seconds",
+            "What going over to it would cost, with the uncertainty.",
+            decided.numbers["price_s"],
+        )
+    if (last := outcomes.last_ended) is not None:
+        yield GaugeMetricFamily(
+            "libra_reconfiguration_stalled_seconds",
+            "How long training stood still for the newest change.",
+            last.stalled_s,
+        )

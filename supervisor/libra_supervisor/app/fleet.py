@@ -1,11 +1,15 @@
-"""The vLLM servers of a run: one supervision per instance, and what the loop asks of them."""
+"""The vLLM servers of a run: one supervision per instance, and what the loop asks of them.
+
+Instances come (`add`) and go (`retire`) while the run goes on. What is asked of one that has gone
+is a PeerError: whoever asks has not heard of it yet.
+"""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from random import Random
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeAlias
 
 import anyio
 from anyio.abc import TaskGroup
@@ -15,19 +19,27 @@ from libra.config.supervision import SupervisionConfig
 from libra.config.weights import WeightsConfig
 from libra.errors import PeerError
 from libra.ids import ChildId, Incarnation, InstanceId, RequestId
+from libra.planner.plan import InstancePlacement
 from libra.tracing.log import get_log
 from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest
+from libra_supervisor.app.drain_watch import DrainWatch
 from libra_supervisor.app.engine import Engine
-from libra_supervisor.events import ChildEvent
+from libra_supervisor.events import ChildEvent, InstanceDrained, InstanceRetired, InstanceWarmed
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.metrics import server_metrics
 from libra_supervisor.instances.request_watch import RequestWatch
-from libra_supervisor.process.lifecycle import Adoptee, ChildStatus, deadlines_from
+from libra_supervisor.process.lifecycle import Adoptee, ChildState, ChildStatus, deadlines_from
 from libra_supervisor.process.restart import RestartBudget, policy_from
 from libra_supervisor.process.spawn import Spawner
 from libra_supervisor.process.supervise import Supervision
 
 METRICS_TIMEOUT_S: Final = 5.0
+WARM_POLL_S: Final = 0.1
+
+_OVER: Final = (ChildState.GAVE_UP, ChildState.UNKILLABLE)
+
+FleetEvent: TypeAlias = ChildEvent | InstanceRetired | InstanceWarmed | InstanceDrained
+MakeEngine: TypeAlias = Callable[[InstancePlacement, bool], Engine]
 
 _log = get_log()
 
@@ -35,30 +47,48 @@ _log = get_log()
 class Fleet:
     """`libra_supervisor.ports.Engines` over real servers. An asynchronous context manager."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of every server's life
         self,
-        engines: Sequence[Engine],
+        placements: Sequence[InstancePlacement],
         *,
+        make: MakeEngine,
         config: SupervisionConfig,
         spawner: Spawner,
         weights: WeightsConfig,
-        post: Callable[[ChildEvent], Awaitable[None]],
+        watch: DrainWatch,
+        post: Callable[[FleetEvent], Awaitable[None]],
         rng: Random,
     ) -> None:
+        """`make` makes the engine of an instance, with its devices or without."""
+        self._make = make
+        self._config = config
+        self._spawner = spawner
         self._weights = weights
-        self._engines = {engine.placement.instance_id: engine for engine in engines}
-        self._supervisions = {
-            instance_id: Supervision(
-                ChildId(instance_id),
-                engine,
-                spawner=spawner,
-                budget=RestartBudget(policy_from(config)),
-                deadlines=deadlines_from(config),
-                post=post,
-                rng=rng,
-            )
-            for instance_id, engine in self._engines.items()
-        }
+        self._watch = watch
+        self._post = post
+        self._rng = rng
+        self._tasks: TaskGroup | None = None
+        self._is_stopping = False
+        self._engines: dict[InstanceId, Engine] = {}
+        self._supervisions: dict[InstanceId, Supervision] = {}
+        self._retiring: set[InstanceId] = set()
+        for placement in placements:
+            self._enter(placement, has_devices=True)
+
+    def _enter(self, placement: InstancePlacement, *, has_devices: bool) -> Supervision:
+        engine = self._make(placement, has_devices)
+        supervision = Supervision(
+            ChildId(placement.instance_id),
+            engine,
+            spawner=engine.spawner or self._spawner,
+            budget=RestartBudget(policy_from(self._config)),
+            deadlines=deadlines_from(self._config),
+            post=self._post,
+            rng=self._rng,
+        )
+        self._engines[placement.instance_id] = engine
+        self._supervisions[placement.instance_id] = supervision
+        return supervision
 
     async def __aenter__(self) -> Self:
         return self
@@ -78,28 +108,44 @@ class Fleet:
         return {ChildId(it): engine.required_facts() for it, engine in self._engines.items()}
 
     def start(self, tasks: TaskGroup, adopt: Mapping[ChildId, Adoptee]) -> None:
-        """Begin every instance's life, with the process in `adopt` if any; side by side."""
+        """Begin every instance's life, with the process in `adopt` if any; side by side.
+
+        `tasks` owns the lives of those that come later too.
+        """
+        self._tasks = tasks
         for instance_id, supervision in self._supervisions.items():
             tasks.start_soon(supervision.run, adopt.get(ChildId(instance_id)))
 
     def stop(self) -> None:
-        """Drain and end every server; called again, in a hurry."""
+        """Drain and end every server; called again, in a hurry. None is added after it."""
+        self._is_stopping = True
         for supervision in self._supervisions.values():
             supervision.stop()
 
     async def until_down(self) -> None:
-        for supervision in self._supervisions.values():
+        for supervision in list(self._supervisions.values()):
             await supervision.until_down()
 
     def status_of(self, instance_id: InstanceId) -> ChildStatus:
-        return self._supervisions[instance_id].status()
+        supervision = self._supervisions.get(instance_id)
+        if supervision is None:
+            return ChildStatus(
+                child_id=ChildId(instance_id), state=ChildState.DOWN, since=clock.now()
+            )
+        return supervision.status()
 
     def client_of(self, instance_id: InstanceId) -> InstanceClient:
-        return self._engines[instance_id].client
+        return self._engine_of(instance_id).client
 
     def watch_of(self, instance_id: InstanceId) -> RequestWatch:
         """Signs of life of requests there."""
-        return self._engines[instance_id].watch
+        return self._engine_of(instance_id).watch
+
+    def _engine_of(self, instance_id: InstanceId) -> Engine:
+        engine = self._engines.get(instance_id)
+        if engine is None:
+            raise PeerError(f"{instance_id} is no part of the run any more")
+        return engine
 
     def patience_with(
         self, instance_id: InstanceId, request_id: RequestId
@@ -113,11 +159,64 @@ class Fleet:
         return engine.url if engine is not None and engine.is_started else None
 
     def tp_of(self, instance_id: InstanceId) -> int:
-        return self._engines[instance_id].placement.tp
+        return self._engine_of(instance_id).placement.tp
 
     def note_progress(self, instance_id: InstanceId) -> None:
         """A request was served: failures before it no longer count as a row."""
-        self._supervisions[instance_id].note_progress()
+        if (supervision := self._supervisions.get(instance_id)) is not None:
+            supervision.note_progress()
+
+    # Members that come and go
+
+    def add(self, placement: InstancePlacement, *, has_devices: bool) -> None:
+        tasks = self._tasks
+        if tasks is None or self._is_stopping:
+            return
+        engine = self._engines.get(placement.instance_id)
+        if engine is not None and self.status_of(placement.instance_id).state in _OVER:
+            tasks.start_soon(engine.close)  # it was given up; this is another life
+        elif engine is not None:
+            tasks.start_soon(engine.give_devices)
+            return
+        supervision = self._enter(placement, has_devices=has_devices)
+        _log.info("instance_added", instance=placement.instance_id, slots=placement.slots)
+        tasks.start_soon(supervision.run)
+        if not has_devices:
+            tasks.start_soon(self._announce_warm, placement.instance_id)
+
+    def drain(self, instance_id: InstanceId, *, gives_back: bool) -> None:
+        if self._tasks is not None:
+            self._watch.begin(instance_id, tasks=self._tasks, gives_back=gives_back)
+
+    def keep(self, instance_id: InstanceId) -> None:
+        self._watch.end(instance_id)
+
+    def retire(self, instance_id: InstanceId) -> None:
+        if self._tasks is None or instance_id in self._retiring:
+            return
+        self._retiring.add(instance_id)
+        self._tasks.start_soon(self._retire, instance_id)
+
+    async def _retire(self, instance_id: InstanceId) -> None:
+        self._watch.end(instance_id)
+        supervision = self._supervisions.get(instance_id)
+        is_clean = True
+        if supervision is not None:
+            supervision.stop()
+            await supervision.until_down()
+            is_clean = supervision.status().state is not ChildState.UNKILLABLE
+            del self._supervisions[instance_id]
+            await self._engines.pop(instance_id).close()
+        self._retiring.discard(instance_id)
+        _log.info("instance_retired", instance=instance_id, is_clean=is_clean)
+        await self._post(InstanceRetired(instance_id, is_clean))
+
+    async def _announce_warm(self, instance_id: InstanceId) -> None:
+        while (engine := self._engines.get(instance_id)) is not None:
+            if engine.is_warm:
+                await self._post(InstanceWarmed(instance_id))
+                return
+            await clock.sleep(WARM_POLL_S)
 
     # libra_supervisor.ports.Engines
 
@@ -126,12 +225,12 @@ class Fleet:
 
     async def ask_kv_capacity(self, instance_id: InstanceId) -> int | None:
         page = await self.client_of(instance_id).metrics_text(timeout_s=METRICS_TIMEOUT_S)
-        incarnation = self._supervisions[instance_id].status().incarnation or Incarnation("")
+        incarnation = self.status_of(instance_id).incarnation or Incarnation("")
         metrics = server_metrics(page, incarnation=incarnation, sampled_at=clock.now())
         return metrics.load.kv_capacity_tokens
 
     async def reload(self, instance_id: InstanceId, request: ReloadRequest) -> ReloadAck:
-        engine = self._engines[instance_id]
+        engine = self._engine_of(instance_id)
         engine.reload_begun_at = begun_at = clock.now()
         try:
             with anyio.fail_after(self._weights.rollout_weight_ack_timeout_s):
@@ -186,8 +285,10 @@ class Fleet:
         return frozenset(directory for directory in loading if directory is not None)
 
     def url_of(self, instance_id: InstanceId) -> str:
-        return self._engines[instance_id].url
+        return self._engine_of(instance_id).url
 
     def replace(self, instance_id: InstanceId, reason: str) -> None:
+        if instance_id not in self._supervisions or instance_id in self._retiring:
+            return  # it is on its way out, or has gone
         _log.warning("instance_replaced", instance=instance_id, why=reason)
         self._supervisions[instance_id].restart()

@@ -6,6 +6,7 @@ import structlog
 from msgspec.structs import replace
 
 from libra.config.run import RunConfig
+from libra.planner.applied import planned_config
 from libra.planner.calibration import Calibration, Observation, observe
 from libra.planner.forecast import (
     RunningPlan,
@@ -49,6 +50,15 @@ class Forecaster:
         self._device = config.control.device
         self._longest_tokens = 0
         self._is_store_broken = False
+        self._running = RunningPlan(
+            config=config,
+            layout=layout_of(config, plan),
+            tps=tuple(instance.tp for instance in plan.instances),
+        )
+
+    def follow(self, plan: Plan) -> None:
+        """Expect of the next steps what this plan would do."""
+        config = planned_config(self._running.config, plan)
         self._running = RunningPlan(
             config=config,
             layout=layout_of(config, plan),

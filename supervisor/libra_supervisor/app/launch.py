@@ -16,10 +16,12 @@ from libra.config.load import LoadedConfig, dump_resolved, dump_yaml, load_resol
 from libra.config.problems import ConfigProblemsError
 from libra.config.resume import check_resume
 from libra.config.run import RunConfig
-from libra.errors import ConfigError, SiteError
+from libra.errors import ConfigError, InfeasiblePlanError, SiteError
 from libra.ids import RunId
 from libra.planner.applied import pinned_config, planned_config
 from libra.planner.calibration import Calibration, encode
+from libra.planner.matching import slots_of
+from libra.planner.placement import spread_over_nodes
 from libra.planner.plan import Plan
 from libra.planner.probe import SwitchPlan
 from libra.planner.report import PlanReport
@@ -27,9 +29,17 @@ from libra.planner.search import plan as planned
 from libra.planner.train_layout import TrainLayout
 from libra.storage.atomic import atomic_write
 from libra.storage.checkpoints import list_complete_checkpoints
+from libra_supervisor.app.recall import remembered_plan
 from libra_supervisor.doctor.checks import check_site
-from libra_supervisor.doctor.devices import resolved_device, slot_cores, slot_devices
+from libra_supervisor.doctor.devices import (
+    num_slots_here,
+    resolved_device,
+    slot_cores,
+    slot_devices,
+)
 from libra_supervisor.doctor.held import NOTHING, Held, held_by_run
+from libra_supervisor.loop.plan_memory import PlanMemory
+from libra_supervisor.nodes.site import Site
 from libra_supervisor.records.calibration import CalibrationStore, known_book, store_of
 from libra_supervisor.run_directory import RunDirectory
 
@@ -44,6 +54,10 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     environ: Mapping[str, str]
     run_directory: Path | None = None
     is_resume: bool = False
+    site: Site | None = None
+    """None: this machine alone."""
+
+    node_token: str = ""
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,8 +84,15 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     environ: Mapping[str, str]
     loaded: LoadedConfig
     is_resume: bool
+    site: Site | None = None
+    node_token: str = ""
+    """What the nodes of `site` share."""
+
     excluded: frozenset[TrainLayout] = frozenset()
     """Layouts that failed their recompute probe."""
+
+    memory: PlanMemory | None = None
+    """What an earlier supervisor left about the plan, which may change while the run goes on."""
 
 
 def choose_directory(request: RunRequest) -> RunDirectory:
@@ -105,9 +126,16 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
     config = msgspec.structs.replace(
         config, control=msgspec.structs.replace(config.control, device=device)
     )
+    memory: PlanMemory | None = None
     if request.is_resume and directory.resolved_config_json.exists():
         old = load_resolved(directory.resolved_config_json)
         config = pinned_config(config, old)
+        if config.global_resource_planner.runtime_dynamic_reconfiguration_enabled:
+            memory = remembered_plan(directory)
+        if memory is not None:
+            # What the run has come to, not what it was started with.
+            in_force = memory.plan if memory.order is None else memory.order.old
+            config, old = planned_config(config, in_force), planned_config(old, in_force)
         changed = check_resume(old, config, place_of=request.loaded.place_of)
         if changed:
             raise ConfigProblemsError(changed, subject=str(request.config_path))
@@ -115,7 +143,10 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
     store = store_of(config, request.loaded.environment)
     book = known_book(config, store)
     report = planned(config, calibration=book)
-    plan, config = report.plan, planned_config(config, report.plan)
+    plan = report.plan if memory is None else memory.plan
+    if request.site is not None:
+        plan = on_nodes(plan, config, request.site.num_nodes)
+    config = planned_config(config, plan)
     launch = Launch(
         config=config,
         directory=directory,
@@ -129,12 +160,40 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
         environ=request.environ,
         loaded=request.loaded,
         is_resume=request.is_resume,
+        site=request.site,
+        node_token=request.node_token,
+        memory=memory,
     )
     launch = _on_devices(launch, held=held_by_run(directory) if writes else NOTHING)
     if writes:
         atomic_write(directory.given_config, request.config_path.read_bytes())
-        _write_plan(launch)
+        write_plan(launch)
     return launch
+
+
+def on_nodes(plan: Plan, config: RunConfig, num_nodes: int) -> Plan:
+    """The plan with a node for everything in it. Raises InfeasiblePlanError when it has no room.
+
+    A plan of the search has them already; a configured one counts slots as if all were here.
+    """
+    if plan.strategy != "configured":
+        return plan
+    num_gpus = plan.num_rollout_gpus + plan.train.world_size
+    per_node = -(-num_gpus // num_nodes)
+    if config.hardware is not None:
+        per_node = config.hardware.gpus_per_node
+    placed = spread_over_nodes(plan, gpus_per_node=per_node)
+    if placed is None:
+        raise InfeasiblePlanError(
+            f"the configured split does not fit into nodes of {per_node} GPUs: every instance and "
+            "every tensor-parallel group has to be inside one"
+        )
+    return placed
+
+
+def on_plan(launch: Launch, plan: Plan) -> Launch:
+    """The same run once `plan` is in force."""
+    return msgspec.structs.replace(launch, config=planned_config(launch.given, plan), plan=plan)
 
 
 def replanned(launch: Launch, switch: SwitchPlan) -> Launch:
@@ -143,6 +202,8 @@ def replanned(launch: Launch, switch: SwitchPlan) -> Launch:
     Raises as `prepare` does.
     """
     plan = switch.report.plan
+    if launch.site is not None:
+        plan = on_nodes(plan, launch.given, launch.site.num_nodes)
     config = planned_config(launch.given, plan)
     changed = msgspec.structs.replace(
         launch,
@@ -153,7 +214,7 @@ def replanned(launch: Launch, switch: SwitchPlan) -> Launch:
         excluded=switch.excluded,
     )
     changed = _on_devices(changed, held=NOTHING)
-    _write_plan(changed)
+    write_plan(changed)
     return changed
 
 
@@ -166,7 +227,11 @@ def _on_devices(launch: Launch, *, held: Held) -> Launch:
     if beyond:
         raise ConfigProblemsError(beyond, subject="the plan")
     plan, root = launch.plan, launch.directory.root
-    num_slots = sum(len(it.slots) for it in plan.instances) + plan.train.world_size
+    own = [slot for node, slot in slots_of(plan) if not node]
+    num_slots = 1 + max(own, default=-1)
+    if launch.config.global_resource_planner.runtime_dynamic_reconfiguration_enabled:
+        # What the plan does not use is spare, for another plan.
+        num_slots = max(num_slots, num_slots_here(launch.device, launch.environ))
     devices = slot_devices(launch.device, num_slots=num_slots, environ=launch.environ)
     findings = check_site(launch.config, plan, launch.device, root, held=held)
     failed = [finding for finding in findings if not finding.ok]
@@ -178,19 +243,6 @@ def _on_devices(launch: Launch, *, held: Held) -> Launch:
 
 def new_run_id(directory: RunDirectory, wanted: str = "") -> RunId:
     return RunId(wanted or f"{directory.root.name}-{secrets.token_hex(2)}")
-
-
-def plan_in_words(plan: Plan) -> str:
-    """`train 2 GPUs (TP 1, PP 1, CP 1, DP 2), rollout 2 GPUs (2 x TP 1)`."""
-    train = plan.train
-    by_tp: dict[int, int] = {}
-    for instance in plan.instances:
-        by_tp[instance.tp] = by_tp.get(instance.tp, 0) + 1
-    buckets = ", ".join(f"{count} x TP {tp}" for tp, count in sorted(by_tp.items()))
-    return (
-        f"train {train.world_size} GPUs (TP {train.tp}, PP {train.pp}, CP {train.cp}, "
-        f"DP {train.dp}), rollout {plan.num_rollout_gpus} GPUs ({buckets})"
-    )
 
 
 def _newest_run(name: str) -> RunDirectory:
@@ -210,7 +262,7 @@ def _newest_run(name: str) -> RunDirectory:
     return (saved or found)[-1]
 
 
-def _write_plan(launch: Launch) -> None:
+def write_plan(launch: Launch) -> None:
     """Record what is going to run; the ranks read their configuration from here."""
     config, directory = launch.config, launch.directory
     atomic_write(directory.resolved_config, dump_yaml(config).encode())

@@ -9,11 +9,23 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from libra import clock
 from libra.ids import InstanceId, PolicyVersion, PromptId, RequestId, RunId
+from libra.planner.plan import plan_in_words
 from libra.pools.member import MemberState
+from libra.pools.transition import in_words
 from libra.scheduling.explanation import InstanceView
+from libra.scheduling.load import EngineLoad
 from libra.scheduling.request import RouteRequest
 from libra.scheduling.scheduler import Scheduler
-from libra.wire.api import ChildStatus, StatusSnapshot, Verb, VerbReply, VerbRequest
+from libra.wire.api import (
+    ChildStatus,
+    EngineStatus,
+    NodeStatus,
+    StatusSnapshot,
+    Verb,
+    VerbReply,
+    VerbRequest,
+)
+from libra_supervisor.app.replan_desk import ReplanDesk
 from libra_supervisor.app.routing import OWN_CATEGORY
 from libra_supervisor.display.progress import Progress, eta_s
 from libra_supervisor.events import (
@@ -36,11 +48,17 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     run_id: RunId
     directory: RunDirectory
-    plan_in_words: str
     total_steps: int | None
     started_at: float
     manages_engines: bool = True
     """False: they are somebody else's, and never started or ended."""
+
+
+class ChildStatuses(msgspec.Struct, frozen=True, kw_only=True):
+    """What supervision says about processes."""
+
+    engine: Callable[[InstanceId], ProcessStatus]
+    trainer: Callable[[], ProcessStatus]
 
 
 class Operator:
@@ -52,16 +70,19 @@ class Operator:
         *,
         control: Control,
         inbox: Inbox[Event],
-        engine_status: Callable[[InstanceId], ProcessStatus],
-        trainer_status: Callable[[], ProcessStatus],
+        children: ChildStatuses,
         scheduler: Scheduler,
+        replans: ReplanDesk,
     ) -> None:
+        self._replans = replans
         self._facts = facts
         self._control = control
         self._inbox = inbox
         self.registry = CollectorRegistry()
-        self._engine_status = engine_status
-        self._trainer_status = trainer_status
+        self.nodes: Callable[[], tuple[NodeStatus, ...]] = tuple
+        """The machines of the run; none are named when there is one."""
+
+        self._children = children
         self._scheduler = scheduler
 
     # libra_supervisor.api.control.ControlPort
@@ -88,9 +109,11 @@ class Operator:
             num_buffered=progress.num_buffered,
             uptime_s=progress.elapsed_s,
             eta_s=progress.eta_s,
-            plan=self._facts.plan_in_words,
+            plan=plan_in_words(self._control.plans.plan),
+            last_decision=self._replans.last_in_words,
             children=(self._trainer(), *self._engines()),
             oldest_wait=self._oldest_wait(),
+            nodes=self.nodes(),
         )
 
     async def do(self, verb: Verb, request: VerbRequest) -> VerbReply:
@@ -105,7 +128,7 @@ class Operator:
             case "explain":
                 return self._explain(request)
             case "replan":
-                return VerbReply(ok=False, message=f"{verb} is not available yet")
+                return await self._replans.ask(is_dry_run=request.dry_run)
 
     async def _reload(self) -> VerbReply:
         control = self._control
@@ -191,7 +214,7 @@ class Operator:
 
     def _engine(self, instance_id: InstanceId, view: InstanceView | None) -> ChildStatus:
         """`view`: as routing sees it; None before it has answered."""
-        member, process = self._control.pool[instance_id], self._engine_status(instance_id)
+        member, process = self._control.pool[instance_id], self._children.engine(instance_id)
         is_waiting = process.state is ProcessState.WAITING
         return ChildStatus(
             child=instance_id,
@@ -206,10 +229,11 @@ class Operator:
             kv_use_fraction=None if view is None else view.kv_use_fraction,
             signals_age_s=None if view is None else view.snapshot_age_s,
             last_error=_said_of(process) or member.last_error or process.last_error,
+            engines=() if view is None else tuple(map(_status_of, view.engines)),
         )
 
     def _trainer(self) -> ChildStatus:
-        process = self._trainer_status()
+        process = self._children.trainer()
         return ChildStatus(
             child="trainer",
             role="trainer",
@@ -233,6 +257,19 @@ class Operator:
         return f"group {group_id} has been silent for {clock.now() - since:.0f} s"
 
 
+def _status_of(engine: EngineLoad) -> EngineStatus:
+    return EngineStatus(
+        engine=engine.engine,
+        num_running=_whole(engine.num_running),
+        num_queued=_whole(engine.num_waiting),
+        kv_use_fraction=engine.kv_use_fraction,
+    )
+
+
+def _whole(count: float | None) -> int | None:
+    return None if count is None else int(count)
+
+
 def _said_of(process: ProcessStatus) -> str:
     """What a start waits for; empty for one that does not wait."""
     return process.detail if process.state is ProcessState.WAITING else ""
@@ -245,6 +282,8 @@ def waiting_for(control: Control) -> str:
         parts.append(f"engines load v{cycle.publishing}: {_loading(control)}")
     if cycle.saving_step is not None and cycle.phase is not Phase.SAVING:
         parts.append(f"the checkpoint of step {cycle.saving_step} is being written")
+    if (change := control.plans.change) is not None and change.current is not None:
+        parts.append(f"the plan changes: {in_words(change.current)}")
     if (progress := control.evaluator.progress) is not None:
         num_ended, total = progress
         parts.append(f"{num_ended} of {total} trajectories are evaluated")
@@ -257,6 +296,7 @@ _WAITS: Final = {
     Phase.TRAINING: "rollouts go on while the trainer trains",
     Phase.SAVING: "the trainer writes a checkpoint",
     Phase.EVALUATING: "the trainer waits for the evaluation of the version before",
+    Phase.RESHAPING: "the trainer is being started anew in another layout; rollouts go on",
     Phase.STOPPED: "stopping",
 }
 

@@ -7,26 +7,32 @@ from libra.models.architecture import architecture_of
 from libra.models.kv_capacity import kv_capacity_tokens
 from libra.planner.cost_models import engine_memory
 from libra.planner.plan import Plan
+from libra.pools.change_policy import policy_of
 from libra.pools.pool import RolloutPool
 from libra.rollouts.accounts import LEASE_S, BufferLimits
 from libra.rollouts.batch import BatchShape
 from libra.rollouts.evaluation import EvaluationTerms
 from libra.weights.judge import probe_tolerance_of
+from libra_supervisor.app.launch import Launch
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.doctor.checks import BYTES_OF_DTYPE
 from libra_supervisor.instances.vllm import rollout_dtype
+from libra_supervisor.loop.collection import CollectionTerms
 from libra_supervisor.loop.control import Control
 from libra_supervisor.loop.cycle import Cycle, Limits
 from libra_supervisor.loop.evaluator import Evaluator
+from libra_supervisor.loop.hybrid_desk import HybridDesk, HybridTerms
+from libra_supervisor.loop.plan_desk import PlanDesk
 from libra_supervisor.loop.publication import Publication
 from libra_supervisor.loop.publication import Terms as PublicationTerms
 from libra_supervisor.loop.rollout_desk import RolloutDesk
 from libra_supervisor.loop.run_state import Policy
 
 
-def control_of(config: RunConfig, plan: Plan, prompts: Prompts, run_id: RunId) -> Control:
+def control_of(launch: Launch, prompts: Prompts, run_id: RunId) -> Control:
     """Every machine in its first state. Call it inside the event loop: it reads the clock."""
-    now = clock.now()
+    now, config, plan = clock.now(), launch.config, launch.plan
+    hybrids = hybrid_desk_of(launch, run_id)
     pool = RolloutPool([(i.instance_id, i.tp) for i in plan.instances], now=now)
     min_rollout_gpus = config.global_resource_planner.min_rollout_gpus
     publishes = config.weights.rollout_weight_sync_mode != "none"
@@ -47,14 +53,54 @@ def control_of(config: RunConfig, plan: Plan, prompts: Prompts, run_id: RunId) -
         desk=RolloutDesk(buffer_limits(config), prompts.cursor),
         publication=publication,
         evaluator=Evaluator(_evaluation_terms(config, prompts)),
+        plans=plan_desk_of(launch, hybrids),
+        hybrids=hybrids,
         policy=Policy(
             min_rollout_gpus=min_rollout_gpus,
             publishes=publishes,
             transfers=config.weights.rollout_weight_sync_mode == "nccl",
+            collection=_collection_terms(config),
             num_probes=plan.train.world_size
             if config.global_resource_planner.memory_budget_dry_run_enabled
             else 0,
         ),
+    )
+
+
+def hybrid_desk_of(launch: Launch, run_id: RunId) -> HybridDesk | None:
+    """None where no replica can ever be: then a plan with one is refused."""
+    config, train = launch.config, launch.plan.train
+    planner = config.global_resource_planner
+    changes_training = (
+        planner.runtime_dynamic_reconfiguration_enabled and planner.runtime_reconfigure_training
+    )
+    # Without lanes of their own, more replicas are another layout of the gang.
+    has_lanes = planner.decouple_communication_domains
+    if not (changes_training and has_lanes and config.training.train_backend == "megatron_core"):
+        return None
+    grid = train.tp * train.pp * train.cp
+    size = planner.elastic_hybrid_replica_size_gpus or grid * train.ep
+    return HybridDesk(
+        HybridTerms(
+            run_id=run_id,
+            directory=str(launch.directory.hybrid),
+            replica_size=size,
+            replica_data=size // grid,
+            join_timeout_s=planner.runtime_reconfigure_timeout_s,
+            shape=batch_shape(config, launch.plan),
+        )
+    )
+
+
+def plan_desk_of(launch: Launch, hybrids: HybridDesk | None) -> PlanDesk:
+    """Every device of the machine that the run may use counts as a slot."""
+    planner = launch.config.global_resource_planner
+    return PlanDesk(
+        launch.plan,
+        policy_of(planner, num_slots=len(launch.devices)),
+        config=launch.given,
+        memory=launch.memory,
+        hybrids=hybrids,
     )
 
 
@@ -93,6 +139,16 @@ def kv_capacity_by_tp(config: RunConfig, plan: Plan) -> dict[int, int]:
         )
         for tp in {instance.tp for instance in plan.instances}
     }
+
+
+def _collection_terms(config: RunConfig) -> CollectionTerms:
+    planner = config.global_resource_planner
+    return CollectionTerms(
+        timeout_s=planner.runtime_batch_collection_timeout_s,
+        max_retries=planner.runtime_batch_collection_max_retries,
+        allows_partial=planner.runtime_batch_collection_allow_partial,
+        micro_batch_size=config.training.micro_batch_size,
+    )
 
 
 def _limits(config: RunConfig, *, publishes: bool, now: float) -> Limits:

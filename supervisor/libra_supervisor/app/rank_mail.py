@@ -1,6 +1,5 @@
 """The loop's messages to the ranks, sent in order by one task."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -8,6 +7,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from libra.errors import PeerError
 from libra.ids import Rank
@@ -15,6 +15,7 @@ from libra.storage.checkpoints import list_complete_checkpoints, read_rollout_st
 from libra.wire.rank import MiniBatch, RankCommand, TrainStep
 from libra_supervisor.events import CheckpointChosen, Event
 from libra_supervisor.inbox import Inbox
+from libra_supervisor.ports import Shards
 from libra_supervisor.ranks.gang import Gang
 from libra_supervisor.run_directory import RunDirectory
 
@@ -34,7 +35,7 @@ class _ToRankZero(msgspec.Struct, frozen=True):
 
 class _Shards(msgspec.Struct, frozen=True):
     attempt: int
-    step: int
+    command: TrainStep
     shards: tuple[tuple[MiniBatch, ...], ...]
 
 
@@ -54,8 +55,8 @@ class RankMail:
     def tell_rank_zero(self, attempt: int, command: RankCommand) -> None:
         self._send.send_nowait(_ToRankZero(attempt, command))
 
-    def train(self, attempt: int, step: int, shards: Sequence[tuple[MiniBatch, ...]]) -> None:
-        self._send.send_nowait(_Shards(attempt, step, tuple(shards)))
+    def train(self, attempt: int, command: TrainStep, shards: Shards) -> None:
+        self._send.send_nowait(_Shards(attempt, command, tuple(shards)))
 
     async def run(self) -> None:
         async for letter in self._receive:
@@ -74,10 +75,10 @@ class RankMail:
                 await self._gang.broadcast(command)
             case _ToRankZero(command=command):
                 await self._gang.send(Rank(0), command)
-            case _Shards(step=step, shards=shards):
+            case _Shards(command=command, shards=shards):
                 await self._gang.send_each(
                     {
-                        rank: TrainStep(step, shards[hello.dp_rank])
+                        rank: replace(command, mini_batches=shards[hello.dp_rank])
                         for rank, hello in self._gang.members.items()
                     }
                 )

@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Mapping
-from typing import Never
+from typing import Final, Never
 
 import anyio
 import anyio.to_thread
 import msgspec
 
 from libra import clock
-from libra.errors import InvariantError, SiteError
+from libra.errors import DataError, InvariantError, SiteError
 from libra.ids import ChildId, RunId
 from libra.storage.atomic import atomic_write
 from libra_supervisor.events import (
@@ -31,11 +31,16 @@ from libra_supervisor.journal import (
     SupervisorState,
     read_run_id,
 )
+from libra_supervisor.loop.plan_memory import PlanMemory
 from libra_supervisor.process.identity import boot_id, identity_of
 from libra_supervisor.run_directory import RunDirectory
 
 _UNRECORDED = (Ticked, SampleStarted, SampleProgressed, SampleFinished, SampleGaveUp, RankSaid)
 """Too many to be an audit, and recorded elsewhere: trajectories, metrics, reloads."""
+
+
+PLAN_FACT: Final = "plan"
+"""Under which name state.json has a PlanMemory."""
 
 
 class RunMemory:
@@ -50,11 +55,16 @@ class RunMemory:
             raise InvariantError("this process is not in /proc")
         self._me = me
         self._children: dict[ChildId, ChildRecord] = {}
+        self._plan: PlanMemory | None = None
         self._changed = anyio.Event()
 
     def remember(self, children: Mapping[ChildId, ChildRecord]) -> None:
         """Go on with what an earlier supervisor wrote down, so that the next one finds it too."""
         self._children.update(children)
+        self._changed.set()
+
+    def remember_plan(self, memory: PlanMemory) -> None:
+        self._plan = memory
         self._changed.set()
 
     def note(self, event: Event) -> None:
@@ -96,6 +106,7 @@ class RunMemory:
                 supervisor_start_ticks=self._me.start_ticks,
                 supervisor_boot_id=self._me.boot_id,
                 children=tuple(self._children.values()),
+                facts={} if self._plan is None else {PLAN_FACT: msgspec.to_builtins(self._plan)},
             )
         )
 
@@ -106,6 +117,22 @@ class RunMemory:
         record = self._children.get(event.child_id)
         if record is not None and record.incarnation == event.incarnation:
             self._children[event.child_id] = msgspec.structs.replace(record, is_ready=True)
+
+
+def remembered_plan(directory: RunDirectory) -> PlanMemory | None:
+    """The plan as the supervisor before knew it; None when it has never been changed.
+
+    Raises DataError when state.json cannot be read.
+    """
+    state = StateFile(directory.state).load()
+    if state is None or PLAN_FACT not in state.facts:
+        return None
+    try:
+        return msgspec.convert(state.facts[PLAN_FACT], PlanMemory)
+    except msgspec.ValidationError as error:
+        raise DataError(
+            f"{directory.state}: its plan is not one of this program: {error}"
+        ) from error
 
 
 def recorded_run_id(directory: RunDirectory) -> RunId | None:

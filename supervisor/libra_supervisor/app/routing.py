@@ -1,9 +1,10 @@
 """The scheduler behind its two users: the loop that says who serves, and requests to be placed."""
 
 import logging
+from collections.abc import Sequence
 
 from libra import clock
-from libra.ids import Incarnation, InstanceId, PolicyVersion
+from libra.ids import GroupId, Incarnation, InstanceId, PolicyVersion
 from libra.rollouts.generation import GenerationRequest
 from libra.rollouts.trajectory import Completion
 from libra.scheduling.explanation import Explanation
@@ -47,9 +48,10 @@ def _log_decision(request: RouteRequest, explanation: Explanation) -> None:
 class SchedulerRouting:
     """`libra_supervisor.ports.Routing` over the scheduler."""
 
-    def __init__(self, scheduler: Scheduler, fleet: Fleet) -> None:
+    def __init__(self, scheduler: Scheduler, fleet: Fleet, room: WaitingRoom) -> None:
         self._scheduler = scheduler
         self._fleet = fleet
+        self._room = room
 
     def know(
         self,
@@ -72,6 +74,17 @@ class SchedulerRouting:
         self._scheduler.set_version(instance_id, PolicyVersion(version), now)
         self._scheduler.set_ready(instance_id, True, now)
         self._scheduler.drain_instance(instance_id, False, now)
+
+    def places_of(self, group_ids: Sequence[GroupId]) -> dict[str, str]:
+        prefixes = tuple(f"{group_id}/" for group_id in group_ids)
+        return {
+            request_id: instance_id or "waits for a place"
+            for request_id, instance_id in self._room.places().items()
+            if request_id.startswith(prefixes)
+        }
+
+    def forget(self, instance_id: InstanceId) -> None:
+        self._scheduler.remove_instance(instance_id)
 
     def withdraw(self, instance_id: InstanceId, *, is_draining: bool) -> None:
         now = clock.now()

@@ -2,10 +2,11 @@
 
 import signal
 import traceback
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Final
+from typing import Final, NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -14,7 +15,9 @@ from msgspec.structs import asdict
 
 from libra import clock
 from libra.ids import ChildId, RunId
+from libra.planner.plan import plan_in_words
 from libra.planner.probe import SwitchPlan
+from libra.planner.replan import Replanner
 from libra.rewards.loading import check_reward_name
 from libra.scheduling.notice import BreakerClosed, FeedbackRestored, RestartSeen
 from libra.scheduling.scheduler import Scheduler
@@ -24,17 +27,21 @@ from libra_supervisor.api.access import read_or_make_token
 from libra_supervisor.api.server import api_server
 from libra_supervisor.app.adoption import adoptee_of, take_over
 from libra_supervisor.app.builder import Builder
-from libra_supervisor.app.collector import RunCollector, registry_of
+from libra_supervisor.app.cluster import Cluster
+from libra_supervisor.app.collector import RunCollector, Sources, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
-from libra_supervisor.app.launch import Launch, new_run_id, plan_in_words, replanned
-from libra_supervisor.app.operator import Facts, Operator
+from libra_supervisor.app.launch import Launch, new_run_id, replanned
+from libra_supervisor.app.operator import ChildStatuses, Facts, Operator
 from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
+from libra_supervisor.app.plan_files import PlanFiles, TrainerPlace
 from libra_supervisor.app.probe_judge import ProbeJudge
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import RankMail
 from libra_supervisor.app.recall import RunMemory, record_run_id, recorded_run_id
+from libra_supervisor.app.replan_desk import DeskPorts, ReplanDesk
+from libra_supervisor.app.replicas import Replicas
 from libra_supervisor.app.routing import SchedulerRouting, explained_if_debugging
 from libra_supervisor.app.tracer import Tracer
 from libra_supervisor.display.console import Display
@@ -54,7 +61,7 @@ from libra_supervisor.process.lifecycle import Adoptee
 from libra_supervisor.process.logs import LogPolicy, LogRelay, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, Spawner, become_subreaper
 from libra_supervisor.ranks.gang import Gang
-from libra_supervisor.records.reader import last_attempt
+from libra_supervisor.records.reader import last_attempt, last_decision_id
 from libra_supervisor.records.tracker_backends import open_trackers
 from libra_supervisor.records.writer import RecordsWriter
 
@@ -122,6 +129,26 @@ async def _supervised(
         return outcome, run.next_plan
 
 
+class Children(NamedTuple):
+    """Everything that runs in processes of its own for the whole run."""
+
+    fleet: Fleet
+    gang: Gang
+    replicas: Replicas
+
+    def start(self, tasks: TaskGroup, adopt: dict[ChildId, Adoptee]) -> None:
+        """Start servers and core; replicas are started when a plan has some."""
+        self.fleet.start(tasks, adopt)
+        self.replicas.begin(tasks)
+        tasks.start_soon(self.gang.run)
+
+    def stop(self) -> None:
+        """End them; called again, in a hurry."""
+        self.gang.stop()
+        self.replicas.stop_all()
+        self.fleet.stop()
+
+
 class Run:
     """Every part of one run, joined."""
 
@@ -133,9 +160,11 @@ class Run:
         self._display = display
         self._num_signals = 0
         self.inbox: Inbox[Event] = Inbox()
-        self._control = control_of(launch.config, launch.plan, prompts, run_id)
+        self._control = control_of(launch, prompts, run_id)
         self._control.attempts_before = last_attempt(launch.directory.metrics)
         self._memory = RunMemory(launch.directory, run_id)
+        if launch.memory is not None:
+            self._memory.remember_plan(launch.memory)
         self._spans = _span_writer(launch, run_id)
         self._tracer = Tracer(self._spans)
         self._scheduler = Scheduler(
@@ -144,6 +173,7 @@ class Run:
             explained=explained_if_debugging(),
         )
         self._stalls = StallMeter()
+        self._replans: ReplanDesk | None = None
         self._outcome: Outcome | None = None
         self._probe_judge: ProbeJudge | None = None
         self._trackers = open_trackers(launch.config.tracing, launch.directory, run_id)
@@ -158,12 +188,40 @@ class Run:
         spawner = LinuxSpawner(
             run_id=self._run_id, logs=logs, kernel=kernel, cgroups=delegated_root()
         )
-        builder = self._builder(spawner)
+        async with AsyncExitStack() as stack:
+            cluster = self._cluster()
+            if cluster is not None:
+                await stack.enter_async_context(cluster.running())
+            outcome = await self._supervise(logs, kernel, self._builder(spawner, cluster), cluster)
+            if cluster is not None:
+                await cluster.dismiss(outcome.exit_code, outcome.reason)
+        return outcome
+
+    def _cluster(self) -> Cluster | None:
+        """The other nodes; None when there are none."""
+        launch = self._launch
+        if launch.site is None:
+            return None
+        return Cluster(
+            launch.directory,
+            launch.loaded.config,
+            self._run_id,
+            site=launch.site,
+            token=launch.node_token,
+            post=self.inbox.post,
+        )
+
+    async def _supervise(
+        self, logs: LogRelay, kernel: Kernel, builder: Builder, cluster: Cluster | None
+    ) -> Outcome:
         fleet, gang = builder.fleet(self._served_directory), builder.gang()
+        children = Children(fleet, gang, builder.replicas())
         adopt = await self._take_over(fleet, logs, kernel)
         forecaster = builder.forecaster()
-        self._probe_judge = ProbeJudge(self._launch, learn=forecaster.learn)
-        operator = self._operator(fleet, gang, forecaster)
+        self._replans = replans = self._replan_desk(forecaster)
+        operator = self._operator(fleet, gang, forecaster, replans)
+        if cluster is not None:
+            operator.nodes = cluster.status
         notifier = Notifier.from_environment(self._launch.environ)
         try:
             async with (
@@ -181,13 +239,12 @@ class Run:
                 if port is not None:
                     _log.info("api_listens", host=self._config.api.api_host, port=port)
                 self._start_rim(tasks, notifier, operator)
-                tasks.start_soon(self._hear_signals, fleet, gang)
-                fleet.start(tasks, adopt)
-                tasks.start_soon(gang.run)
-                await self._work(builder, fleet, gang, forecaster, self._probe_judge)
+                tasks.start_soon(self._hear_signals, children)
+                children.start(tasks, adopt)
+                await self._work(builder, children, forecaster, replans)
                 self._display.show(operator.progress())
                 notifier.stopping("ending children")
-                await self._end_children(fleet, gang)
+                await self._end_children(children)
                 tasks.cancel_scope.cancel()
         finally:
             self._memory.save()
@@ -222,27 +279,31 @@ class Run:
     async def _work(
         self,
         builder: Builder,
-        fleet: Fleet,
-        gang: Gang,
+        children: Children,
         forecaster: Forecaster,
-        probe_judge: ProbeJudge,
+        replans: ReplanDesk,
     ) -> None:
         """Until the end of the loop; rollouts and effects end here."""
+        fleet, gang = children.fleet, children.gang
         pool = builder.reward_pool()
         runner = builder.runner(self._prompts.dataset, fleet, pool)
         # Without data for evaluations nothing is ever started on it.
         evaluated = self._prompts.evaluated or self._prompts.dataset
         evaluations = builder.runner(evaluated, fleet, pool)
         mail = RankMail(gang)
+        probe_judge = self._probe_judge = ProbeJudge(self._launch, learn=forecaster.learn)
         async with anyio.create_task_group() as work:
             executor = Executor(
                 builder.terms(),
                 Ports(
                     ranks=mail,
+                    replicas=children.replicas,
+                    trainer=TrainerPlace(builder, gang),
+                    plans=PlanFiles(self._launch, self._memory, forecaster),
                     engines=fleet,
                     rollouts=runner,
                     evaluations=evaluations,
-                    routing=SchedulerRouting(self._scheduler, fleet),
+                    routing=SchedulerRouting(self._scheduler, fleet, builder.room),
                     records=RecordsWriter(self._launch.directory, self._trackers),
                     judge=forecaster,
                     judge_probe=probe_judge,
@@ -256,6 +317,7 @@ class Run:
                 runner.run,
                 evaluations.run,
                 mail.run,
+                replans.run,
                 builder.room.run,
                 self._say_notices,
             ):
@@ -275,15 +337,15 @@ class Run:
             await executor.until_written()
             work.cancel_scope.cancel()
 
-    async def _end_children(self, fleet: Fleet, gang: Gang) -> None:
+    async def _end_children(self, children: Children) -> None:
         """End every child; what is still said about them is noted and decides nothing."""
-        gang.stop()
-        fleet.stop()
+        children.stop()
         async with anyio.create_task_group() as listening:
             listening.start_soon(self._note_the_rest)
             async with anyio.create_task_group() as waiting:
-                waiting.start_soon(gang.until_down)
-                waiting.start_soon(fleet.until_down)
+                waiting.start_soon(children.gang.until_down)
+                waiting.start_soon(children.replicas.until_down)
+                waiting.start_soon(children.fleet.until_down)
             listening.cancel_scope.cancel()
 
     async def _note_the_rest(self) -> None:
@@ -293,15 +355,19 @@ class Run:
     def _note(self, event: Event) -> None:
         self._memory.note(event)
         self._tracer.on_event(event)
+        if self._replans is not None:
+            self._replans.on_event(event)
 
     def _execute(self, executor: Executor, command: Command) -> None:
         self._tracer.on_command(command)
+        if self._replans is not None:
+            self._replans.on_command(command)
         executor.execute(command)
 
     def _end(self, exit_code: int, reason: str) -> None:
         self._outcome = Outcome(exit_code, reason)
 
-    def _builder(self, spawner: Spawner) -> Builder:
+    def _builder(self, spawner: Spawner, cluster: Cluster | None) -> Builder:
         given = self._config.api.api_token_file
         token_file = Path(given) if given else self._launch.directory.token
         return Builder(
@@ -311,6 +377,7 @@ class Run:
             token=read_or_make_token(token_file),
             token_file=token_file,
             spawner=spawner,
+            cluster=cluster,
             scheduler=self._scheduler,
             room=WaitingRoom(self._scheduler, spans=self._spans),
             inbox=self.inbox,
@@ -326,12 +393,31 @@ class Run:
         directory = self._launch.directory.weights_of(version)
         return directory if directory.exists() else None
 
-    def _operator(self, fleet: Fleet, gang: Gang, forecaster: Forecaster) -> Operator:
+    def _replan_desk(self, forecaster: Forecaster) -> ReplanDesk:
+        launch = self._launch
+        # What plans are made for; other devices of the machine are spare.
+        num_gpus = launch.given.training.train_gpus + launch.given.rollout.rollout_gpus
+        return ReplanDesk(
+            launch.given,
+            Replanner(launch.given, num_gpus=num_gpus, book=launch.book),
+            DeskPorts(
+                control=self._control,
+                book=lambda: forecaster.book,
+                instances=lambda: self._scheduler.instances(clock.now()),
+                write=RecordsWriter(launch.directory).write_reconfiguration,
+                post=self.inbox.post,
+            ),
+            last_decision_id=last_decision_id(launch.directory.reconfigurations),
+            started_at=clock.now(),
+        )
+
+    def _operator(
+        self, fleet: Fleet, gang: Gang, forecaster: Forecaster, replans: ReplanDesk
+    ) -> Operator:
         operator = Operator(
             Facts(
                 run_id=self._run_id,
                 directory=self._launch.directory,
-                plan_in_words=plan_in_words(self._launch.plan),
                 total_steps=self._config.control.total_steps,
                 started_at=clock.now(),
                 manages_engines=(
@@ -340,41 +426,43 @@ class Run:
             ),
             control=self._control,
             inbox=self.inbox,
-            engine_status=fleet.status_of,
-            trainer_status=gang.status,
+            children=ChildStatuses(engine=fleet.status_of, trainer=gang.status),
             scheduler=self._scheduler,
+            replans=replans,
         )
         operator.registry = registry_of(
             RunCollector(
                 self._control,
                 operator.status,
-                self._stalls,
-                forecaster,
-                self._trackers,
-                self._scheduler,
+                Sources(
+                    stalls=self._stalls,
+                    forecaster=forecaster,
+                    trackers=self._trackers,
+                    scheduler=self._scheduler,
+                    outcomes=replans.outcomes,
+                ),
             )
         )
         return operator
 
     # Tasks at the rim
 
-    async def _hear_signals(self, fleet: Fleet, gang: Gang) -> None:
+    async def _hear_signals(self, children: Children) -> None:
         try:
             with anyio.open_signal_receiver(*STOP_SIGNALS) as signals:
                 async for number in signals:
-                    await self._on_signal(signal.Signals(number), fleet, gang)
+                    await self._on_signal(signal.Signals(number), children)
         finally:
             # All has ended or is ending; a late signal must not replace the exit code.
             for late in STOP_SIGNALS:
                 signal.signal(late, signal.SIG_IGN)
 
-    async def _on_signal(self, number: signal.Signals, fleet: Fleet, gang: Gang) -> None:
+    async def _on_signal(self, number: signal.Signals, children: Children) -> None:
         self._num_signals += 1
         _log.info("signal_received", signal=number.name, count=self._num_signals)
         if self._control.is_ending:
             # The deadlines of what is being ended are shortened.
-            gang.stop()
-            fleet.stop()
+            children.stop()
             return
         code = INTERRUPTED if number == signal.SIGINT else 0
         is_repeated = self._num_signals > 1

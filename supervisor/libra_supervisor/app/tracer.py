@@ -24,9 +24,11 @@ from libra_supervisor.loop.commands import (
     Command,
     SendBatch,
     StartGroup,
+    WriteReconfiguration,
     WriteReload,
     WriteStep,
 )
+from libra_supervisor.records.reconfiguration import ReconfigurationRecord
 
 
 class Running(msgspec.Struct, frozen=True):
@@ -101,6 +103,23 @@ class Tracer:
                     self._end_group(group_id, now)
             case SendBatch(_, step, groups):
                 self._training = Training(now, step, tuple(group.group_id for group in groups))
+            case WriteStep() | WriteReload() | WriteReconfiguration():
+                self._on_record(command, now)
+            case _:
+                return
+
+    def close(self) -> None:
+        """Record what is still going on, so that no span is left open."""
+        now = clock.monotonic()
+        for group_id in tuple(self._open):
+            self._end_group(group_id, now)
+        self._end_training("cancelled", now)
+        self._spans.close()
+
+    def _on_record(
+        self, command: WriteStep | WriteReload | WriteReconfiguration, now: float
+    ) -> None:
+        match command:
             case WriteStep(record):
                 began_at = now - record.step_s
                 self._spans.record(
@@ -118,16 +137,19 @@ class Tracer:
                     track="weights",
                     version=record.policy_version,
                 )
-            case _:
-                return
-
-    def close(self) -> None:
-        """Record what is still going on, so that no span is left open."""
-        now = clock.monotonic()
-        for group_id in tuple(self._open):
-            self._end_group(group_id, now)
-        self._end_training("cancelled", now)
-        self._spans.close()
+            case WriteReconfiguration(ReconfigurationRecord() as record):
+                self._spans.record(
+                    Phase.RECONFIGURATION,
+                    now - record.total_s,
+                    now,
+                    track="plan",
+                    decision=record.decision_id,
+                    outcome=record.outcome,
+                    stalled_s=record.stalled_s,
+                    **record.phases,
+                )
+            case WriteReconfiguration():
+                return  # a decision takes no time of the run
 
     def _on_sample(self, event: SampleStarted | SampleFinished | SampleGaveUp, now: float) -> None:
         match event:

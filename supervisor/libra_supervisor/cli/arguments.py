@@ -34,6 +34,12 @@ def _add_run(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         help="go on from the newest complete checkpoint of --run-dir, or of the newest run",
     )
     run.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="N",
+        help="which of `nodes` this machine is, from 0 (default: Slurm's, or found by address)",
+    )
+    run.add_argument(
         "--dry-run", action="store_true", help="check and plan everything, start nothing"
     )
     _add_log_level(run)
@@ -116,6 +122,13 @@ def _add_simulate(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="how much longer responses get with every step, e.g. 0.02 (default: 0)",
     )
     simulate.add_argument(
+        "--drift",
+        type=Path,
+        metavar="FILE",
+        help="phases of lengths from a JSONL file: a plan that stays, one that follows, and the "
+        "best in hindsight",
+    )
+    simulate.add_argument(
         "--compare", action="store_true", help="the same GPUs used in several ways"
     )
     _add_json(simulate)
@@ -165,6 +178,11 @@ def _add_control(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     stop.add_argument("--now", action="store_true", help="do not finish the step")
     reload = verbs.add_parser("reload", help="load the served weights into every engine once more")
     _add_run_dir(reload, "directory of the run (default: the newest in runs/)")
+    replan = verbs.add_parser("replan", help="look at the plan now, and change it if that pays")
+    _add_run_dir(replan, "directory of the run (default: the newest in runs/)")
+    replan.add_argument(
+        "--dry-run", action="store_true", help="say what would be done, and do nothing"
+    )
     _add_logs(verbs)
     for verb in VERBS_ON_TARGET:
         act = verbs.add_parser(verb, help=f"{verb} one rollout instance")

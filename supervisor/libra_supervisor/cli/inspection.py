@@ -8,9 +8,10 @@ import msgspec
 
 from libra.config.load import current_environ, load_config
 from libra.planner.demand import observed_demand
+from libra.planner.plan import plan_in_words
 from libra.planner.render import render_plan
 from libra.planner.search import plan as planned
-from libra_supervisor.app.launch import RUNS, plan_in_words
+from libra_supervisor.app.launch import RUNS
 from libra_supervisor.doctor import probes
 from libra_supervisor.doctor.checks import check_site
 from libra_supervisor.doctor.devices import cpu_cores, cuda_devices, resolved_device

@@ -16,6 +16,9 @@ from libra_supervisor.run_directory import RunDirectory
 
 RUNS = Path("runs")
 TIMEOUT_S = 10.0
+SEARCH_TIMEOUT_S = 120.0
+"""A search over a thousand devices takes seconds, and may wait for one that is under way."""
+
 WATCH_PERIOD_S = 1.0
 REFUSED = 1
 
@@ -24,8 +27,14 @@ def speak(options: Namespace) -> int:
     directory = RunDirectory((options.run_dir or _newest()).resolve())
     if options.verb == "status":
         return _status(directory, options)
-    request = VerbRequest(target=getattr(options, "target", ""), now=getattr(options, "now", False))
-    body = _call(directory, "POST", f"/v1/{options.verb}", msgspec.json.encode(request))
+    request = VerbRequest(
+        target=getattr(options, "target", ""),
+        now=getattr(options, "now", False),
+        dry_run=getattr(options, "dry_run", False),
+    )
+    timeout_s = SEARCH_TIMEOUT_S if options.verb == "replan" else TIMEOUT_S
+    content = msgspec.json.encode(request)
+    body = _call(directory, "POST", f"/v1/{options.verb}", content, timeout_s=timeout_s)
     reply = msgspec.json.decode(body, type=VerbReply)
     (sys.stdout if reply.ok else sys.stderr).write(f"{reply.message}\n")
     return 0 if reply.ok else REFUSED
@@ -65,9 +74,11 @@ def _changed_at(path: Path) -> float:
         return 0.0  # its run has ended just now
 
 
-def _call(directory: RunDirectory, method: str, path: str, body: bytes) -> bytes:
+def _call(
+    directory: RunDirectory, method: str, path: str, body: bytes, *, timeout_s: float = TIMEOUT_S
+) -> bytes:
     """One request. Raises SiteError when nobody listens, PeerError for an odd answer."""
-    connection = _UnixConnection(directory.root)
+    connection = _UnixConnection(directory.root, timeout_s)
     try:
         connection.request(method, path, body=body or None)
         return connection.getresponse().read()
@@ -85,10 +96,10 @@ def _call(directory: RunDirectory, method: str, path: str, body: bytes) -> bytes
 class _UnixConnection(HTTPConnection):
     """HTTP over the run directory's socket, however long its path is."""
 
-    def __init__(self, root: Path) -> None:
-        super().__init__("libra", timeout=TIMEOUT_S)
-        self._root = root
+    def __init__(self, root: Path, timeout_s: float) -> None:
+        super().__init__("libra", timeout=timeout_s)
+        self._root, self._timeout_s = root, timeout_s
 
     def connect(self) -> None:
         self.sock = connect(RunDirectory(self._root).control_socket)
-        self.sock.settimeout(TIMEOUT_S)
+        self.sock.settimeout(self._timeout_s)

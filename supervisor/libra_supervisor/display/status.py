@@ -1,6 +1,6 @@
 """What `libra-supervisor status` prints. Pure."""
 
-from libra.wire.api import ChildStatus, StatusSnapshot
+from libra.wire.api import ChildStatus, EngineStatus, StatusSnapshot
 from libra_supervisor.display.progress import duration
 
 HEADER = (
@@ -30,11 +30,27 @@ def status_text(status: StatusSnapshot) -> str:
         f"step {status.step}{total}, engines at {version}, reward {reward}",
         f"trajectories: {status.num_running} running, {status.num_buffered} ready",
         f"plan: {status.plan}",
+        *([f"newest look at it: {status.last_decision}"] if status.last_decision else []),
         *([status.oldest_wait] if status.oldest_wait else []),
         "",
-        *_table([HEADER, *map(_row, status.children)]),
+        *_table([HEADER, *(row for child in status.children for row in _rows(child))]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _rows(child: ChildStatus) -> list[tuple[str, ...]]:
+    """The child, and below it its engines when it has several."""
+    return [_row(child), *map(_engine_row, child.engines)]
+
+
+def _engine_row(engine: EngineStatus) -> tuple[str, ...]:
+    known = {
+        "child": f"  engine {engine.engine}",
+        "state": "?" if engine.num_running is None else f"{engine.num_running} running",
+        "queued": "?" if engine.num_queued is None else str(engine.num_queued),
+        "KV use": "?" if engine.kv_use_fraction is None else f"{engine.kv_use_fraction:.0%}",
+    }
+    return tuple(known.get(column, "") for column in HEADER)
 
 
 def _row(child: ChildStatus) -> tuple[str, ...]:

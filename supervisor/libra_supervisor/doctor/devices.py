@@ -47,6 +47,11 @@ def resolved_device(
     return "cpu"
 
 
+def num_slots_here(device: Literal["cpu", "cuda"], environ: Mapping[str, str]) -> int:
+    """Slots that this machine has for one run: visible CUDA devices, or cores."""
+    return len(cuda_devices(environ) if device == "cuda" else cpu_cores())
+
+
 def slot_devices(
     device: Literal["cpu", "cuda"], *, num_slots: int, environ: Mapping[str, str]
 ) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from itertools import count
 from types import TracebackType
 from typing import Self, TypeAlias
 
-import aiohttp
 import msgspec
 from aiohttp import web
 
@@ -24,6 +23,7 @@ from libra_supervisor.gateway.question import Route, read_question
 from libra_supervisor.gateway.refusal import error_event, refusal
 from libra_supervisor.gateway.upstream import Engine, PhaseLimits, UnreachableError, Upstream
 from libra_supervisor.gateway.waiting import Placement, SaturatedError, WaitingRoom
+from libra_supervisor.http.answer import Answer
 
 PROMPT_ID_HEADER = "X-Libra-Prompt-Id"
 MIN_VERSION_HEADER = "X-Libra-Min-Version"
@@ -171,12 +171,12 @@ class Gateway:
                     f"{engine.instance_id} answered {answer.status}",
                     retry_after_s=_retry_after_s(answer),
                 )
-            if answer.status == OK and answer.content_type == "text/event-stream":
+            if answer.status == OK and _is_stream(answer):
                 return await self._relay_stream(request, engine, answer, placement)
             return await self._relay_whole(engine, answer, placement)
 
     async def _relay_whole(
-        self, engine: Engine, answer: aiohttp.ClientResponse, placement: Placement
+        self, engine: Engine, answer: Answer, placement: Placement
     ) -> web.Response:
         """Pass on an answer once all of it is there, so that a broken one can be said to be so."""
         content = bytearray()
@@ -201,11 +201,12 @@ class Gateway:
         self,
         request: web.Request,
         engine: Engine,
-        answer: aiohttp.ClientResponse,
+        answer: Answer,
         placement: Placement,
     ) -> web.StreamResponse:
         """Pass on events as they come. Once the first is out, nothing is tried again."""
         response = web.StreamResponse(headers=_stamped(answer, placement, is_whole=False))
+        placement.pin()
         try:
             await response.prepare(request)
             await self._forward(engine, answer, response, placement)
@@ -217,7 +218,7 @@ class Gateway:
     async def _forward(
         self,
         engine: Engine,
-        answer: aiohttp.ClientResponse,
+        answer: Answer,
         response: web.StreamResponse,
         placement: Placement,
     ) -> None:
@@ -275,9 +276,9 @@ def _min_version(request: web.Request) -> PolicyVersion | None:
     return PolicyVersion(int(given))
 
 
-def _retry_after_s(answer: aiohttp.ClientResponse) -> float | None:
+def _retry_after_s(answer: Answer) -> float | None:
     """Seconds, when the engine gave a number; a date is not worth reading for a pause."""
-    given = answer.headers.get("Retry-After", "")
+    given = answer.header("Retry-After") or ""
     return float(given) if given.isascii() and given.isdigit() else None
 
 
@@ -285,13 +286,17 @@ def _is_caller_fault(status: int, content: bytes) -> bool:
     return status in CLIENT_FAULTS and status != TIMED_OUT and NOT_A_NUMBER not in content
 
 
-def _stamped(
-    answer: aiohttp.ClientResponse, placement: Placement, *, is_whole: bool
-) -> dict[str, str]:
-    headers = {name: answer.headers[name] for name in PASSED_BACK if name in answer.headers}
+def _is_stream(answer: Answer) -> bool:
+    media_type, _, _ = (answer.header("Content-Type") or "").partition(";")
+    return media_type.strip().lower() == "text/event-stream"
+
+
+def _stamped(answer: Answer, placement: Placement, *, is_whole: bool) -> dict[str, str]:
+    told = {name: answer.header(name) for name in PASSED_BACK}
+    headers = {name: value for name, value in told.items() if value is not None}
     version = str(placement.reservation.policy_version)
     headers[INSTANCE_HEADER] = placement.reservation.instance_id
     headers[VERSION_HEADER] = version
     if is_whole:
-        headers[VERSIONS_HEADER] = answer.headers.get(VERSIONS_HEADER, version)
+        headers[VERSIONS_HEADER] = answer.header(VERSIONS_HEADER) or version
     return headers

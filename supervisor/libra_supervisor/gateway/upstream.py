@@ -7,12 +7,10 @@ connection. One that is lost later may have been worked on, and is not repeated.
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from io import BytesIO
 from math import inf
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Self
 
-import aiohttp
 import anyio
 import msgspec
 
@@ -20,15 +18,16 @@ from libra import clock
 from libra.errors import PeerError
 from libra.ids import InstanceId
 from libra.wire.instance import INSTANCE_HEADER
+from libra_supervisor.http.answer import Answer
+from libra_supervisor.http.client import HttpClient
+from libra_supervisor.http.errors import LostError, NotConnectedError
+from libra_supervisor.http.request import Request
 
 POOL_IDLE_S = 3.0
 """Below the 5 s after which uvicorn under vLLM closes an idle connection."""
 
 STALE_WITHIN_S = 1.0
 """A closed connection answers a request with a reset after one round trip."""
-
-LARGE_BODY_BYTES = 2**20
-"""From here on a body is written in pieces, so that the event loop gets its turn in between."""
 
 
 class PhaseLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,8 +61,7 @@ class Upstream:
         self._limits = limits
 
     async def __aenter__(self) -> Self:
-        self._pooled = _session(keepalive_timeout=POOL_IDLE_S)
-        self._fresh = _session(force_close=True)
+        self._http = await HttpClient(idle_s=POOL_IDLE_S).__aenter__()
         return self
 
     async def __aexit__(
@@ -72,9 +70,7 @@ class Upstream:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with anyio.CancelScope(shield=True):
-            await self._pooled.close()
-            await self._fresh.close()
+        await self._http.__aexit__(exc_type, exc, traceback)
 
     @asynccontextmanager
     async def ask(
@@ -85,25 +81,24 @@ class Upstream:
         body: bytes,
         headers: Mapping[str, str],
         patience: AbstractContextManager[object],
-    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+    ) -> AsyncGenerator[Answer]:
         """The engine's answer, its body still to be read. Closed, and so aborted, with the block.
 
         The beginning of the answer is awaited within `patience`, which may end the wait. Raises
         UnreachableError, or PeerError when no answer began.
         """
         with patience:
-            response = await self._send(engine, path, body=body, headers=headers)
+            answer = await self._send(engine, path, body=body, headers=headers)
         try:
-            _check_identity(engine, response)
-            yield response
+            _check_identity(engine, answer)
+            yield answer
         finally:
-            # Gives the connection back after a whole body, else cuts it: the engine stops.
-            response.close()
+            answer.close()  # before its end: the connection is cut, so the engine stops
 
     async def pour(
         self,
         engine: Engine,
-        response: aiohttp.ClientResponse,
+        answer: Answer,
         sink: Callable[[bytes], Awaitable[None]],
     ) -> None:
         """Hand the body to `sink` piece by piece as it comes.
@@ -114,8 +109,9 @@ class Upstream:
         idle_s = inf if self._limits.idle_s is None else self._limits.idle_s
         with anyio.move_on_after(None) as scope:
             while True:
-                scope.deadline = clock.now() + idle_s
-                piece = await _next_piece(engine, response)
+                if answer.is_waited_for:
+                    scope.deadline = clock.now() + idle_s
+                piece = await _next_piece(engine, answer)
                 scope.deadline = inf
                 if not piece:
                     return
@@ -124,85 +120,46 @@ class Upstream:
 
     async def _send(
         self, engine: Engine, path: str, *, body: bytes, headers: Mapping[str, str]
-    ) -> aiohttp.ClientResponse:
-        trace = SimpleNamespace(is_reused=False)
+    ) -> Answer:
+        request = Request(
+            base_url=engine.url,
+            method="POST",
+            path=path,
+            headers=headers,
+            body=body,
+            connect_s=self._limits.connect_s,
+        )
         began = clock.now()
         try:
-            return await self._post(self._pooled, engine.url + path, body, headers, trace)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
-            raise UnreachableError(f"{engine.instance_id} at {engine.url}: {exc!r}") from exc
-        except TimeoutError as exc:  # an OSError too, but no closed connection
-            limit_s = self._limits.first_byte_s
-            raise PeerError(f"{engine.instance_id} was silent for {limit_s} s") from exc
-        except (aiohttp.ClientError, OSError) as exc:
-            if not trace.is_reused or clock.now() > began + STALE_WITHIN_S:
+            return await self._ask(engine, request, is_fresh=False)
+        except LostError as exc:
+            if not exc.is_stale or clock.now() > began + STALE_WITHIN_S:
                 raise PeerError(f"{engine.instance_id} did not answer: {exc!r}") from exc
-        return await self._send_again(engine, path, body, headers)
-
-    async def _send_again(
-        self, engine: Engine, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> aiohttp.ClientResponse:
-        trace = SimpleNamespace(is_reused=False)
         try:
-            return await self._post(self._fresh, engine.url + path, body, headers, trace)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
-            raise UnreachableError(f"{engine.instance_id} at {engine.url}: {exc!r}") from exc
-        except (aiohttp.ClientError, OSError, TimeoutError) as exc:
+            return await self._ask(engine, request, is_fresh=True)
+        except LostError as exc:
             raise PeerError(f"{engine.instance_id} did not answer: {exc!r}") from exc
 
-    async def _post(
-        self,
-        session: aiohttp.ClientSession,
-        url: str,
-        body: bytes,
-        headers: Mapping[str, str],
-        trace: SimpleNamespace,
-    ) -> aiohttp.ClientResponse:
+    async def _ask(self, engine: Engine, request: Request, *, is_fresh: bool) -> Answer:
         limit_s = self._limits.first_byte_s
-        with nullcontext() if limit_s is None else anyio.fail_after(limit_s):
-            return await session.post(
-                url,
-                data=body if len(body) < LARGE_BODY_BYTES else BytesIO(body),
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._limits.connect_s),
-                trace_request_ctx=trace,
-                allow_redirects=False,
-            )
+        try:
+            with nullcontext() if limit_s is None else anyio.fail_after(limit_s):
+                return await self._http.ask(request, is_fresh=is_fresh)
+        except NotConnectedError as exc:
+            raise UnreachableError(f"{engine.instance_id} at {engine.url}: {exc}") from exc
+        except TimeoutError as exc:
+            raise PeerError(f"{engine.instance_id} was silent for {limit_s} s") from exc
 
 
-async def _next_piece(engine: Engine, response: aiohttp.ClientResponse) -> bytes:
+async def _next_piece(engine: Engine, answer: Answer) -> bytes:
     try:
-        return await response.content.readany()
-    except (aiohttp.ClientError, OSError) as exc:
+        return await answer.next_piece()
+    except LostError as exc:
         raise PeerError(f"{engine.instance_id} broke off its answer: {exc!r}") from exc
 
 
-def _session(
-    *, keepalive_timeout: float | None = None, force_close: bool = False
-) -> aiohttp.ClientSession:
-    trace = aiohttp.TraceConfig()
-    trace.on_connection_reuseconn.append(_note_reuse)
-    if force_close:
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    else:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=keepalive_timeout)
-    # trust_env off: a proxy variable must not send loopback calls elsewhere. Bodies are passed on
-    # as they are, compressed or not.
-    return aiohttp.ClientSession(
-        connector=connector, trace_configs=[trace], trust_env=False, auto_decompress=False
-    )
-
-
-async def _note_reuse(
-    _session: aiohttp.ClientSession,
-    context: SimpleNamespace,
-    _params: aiohttp.TraceConnectionReuseconnParams,
-) -> None:
-    context.trace_request_ctx.is_reused = True
-
-
-def _check_identity(engine: Engine, response: aiohttp.ClientResponse) -> None:
+def _check_identity(engine: Engine, answer: Answer) -> None:
     """Refuse a stranger on the port. Engines that were not started by us tell no name."""
-    answered = response.headers.get(INSTANCE_HEADER)
+    answered = answer.header(INSTANCE_HEADER)
     if answered is not None and answered != engine.instance_id:
         raise PeerError(f"{engine.url} is {answered} and not {engine.instance_id}")

@@ -1,7 +1,7 @@
 """Turns the scheduler's `Wait` into something a task can await: the one place where tasks wait."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from math import isinf
 from typing import TYPE_CHECKING, Never, TypeVar
 
@@ -17,6 +17,7 @@ from libra.errors import (
     RefusedError,
     RejectedError,
 )
+from libra.ids import InstanceId, RequestId
 from libra.scheduling.request import Refused, Reservation, Routed, RouteRequest, Ticket
 from libra.tracing.span import SpanWriter
 from libra_supervisor.gateway.request_trace import RequestTrace
@@ -44,6 +45,12 @@ class Placement:
     def __init__(self, scheduler: "Scheduler", reservation: Reservation) -> None:
         self._scheduler = scheduler
         self.reservation = reservation
+        self.is_pinned = False
+        """Part of the answer is out: the request cannot be asked elsewhere any more."""
+
+    def pin(self) -> None:
+        """Part of the answer is about to go out."""
+        self.is_pinned = True
 
     def complete(self, num_output_tokens: int | None) -> None:
         """End with a whole answer of that many tokens; None: nobody counted them."""
@@ -79,6 +86,8 @@ class WaitingRoom:
         self._scheduler = scheduler
         self._trace = RequestTrace(spans)
         self._somebody_waits = anyio.Event()
+        self._at: dict[InstanceId, dict[Placement, anyio.CancelScope]] = {}
+        self._place_of: dict[RequestId, InstanceId | None] = {}
 
     @asynccontextmanager
     async def place(self, request: RouteRequest) -> AsyncGenerator[Placement]:
@@ -105,20 +114,59 @@ class WaitingRoom:
     async def serve(self, request: RouteRequest, do: Callable[[Placement], Awaitable[T]]) -> T:
         """Place `request` and `do` it there; place it again when the engine refuses it as full.
 
-        All within one deadline. What else `do` raises ends the request as in `place`.
+        All within one deadline, but for a request that was taken back (`give_back`), which begins
+        anew. What else `do` raises ends the request as in `place`.
         """
         if request.deadline_at is None:
-            deadline_at = clock.now() + self._scheduler.queue_deadline_s
-            request = msgspec.structs.replace(request, deadline_at=deadline_at)
-        while True:
-            is_placed = False
-            try:
-                async with self.place(request) as placement:
-                    is_placed = True
-                    return await do(placement)
-            except RefusedError:
-                if not is_placed:
-                    raise
+            request = self._with_deadline(request)
+        try:
+            while True:
+                is_placed = False
+                self._place_of[request.request_id] = None
+                try:
+                    async with self.place(request) as placement:
+                        is_placed = True
+                        self._place_of[request.request_id] = placement.reservation.instance_id
+                        with self._scope_of(placement) as scope, scope:
+                            return await do(placement)
+                except RefusedError:
+                    if not is_placed:
+                        raise
+                else:
+                    request = self._with_deadline(request)
+        finally:
+            self._place_of.pop(request.request_id, None)
+
+    def places(self) -> dict[RequestId, InstanceId | None]:
+        """Where every request of `serve` is; None: it waits for a place."""
+        return dict(self._place_of)
+
+    def give_back(self, instance_id: InstanceId) -> int:
+        """Take back what `serve` has placed there, to be placed anew; returns how many those are.
+
+        The instance must not be routed to any more. Requests of which part of the answer is out
+        stay where they are.
+        """
+        taken = [s for p, s in self._at.get(instance_id, {}).items() if not p.is_pinned]
+        for scope in taken:
+            scope.cancel()
+        return len(taken)
+
+    def _with_deadline(self, request: RouteRequest) -> RouteRequest:
+        deadline_at = clock.now() + self._scheduler.queue_deadline_s
+        return msgspec.structs.replace(request, deadline_at=deadline_at)
+
+    @contextmanager
+    def _scope_of(self, placement: Placement) -> Iterator[anyio.CancelScope]:
+        """What `give_back` cancels."""
+        there = self._at.setdefault(placement.reservation.instance_id, {})
+        there[placement] = scope = anyio.CancelScope()
+        try:
+            yield scope
+        finally:
+            del there[placement]
+            if not there:
+                self._at.pop(placement.reservation.instance_id, None)
 
     async def run(self) -> Never:
         """Let time-bound states end while requests wait."""

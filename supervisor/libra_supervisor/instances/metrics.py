@@ -5,13 +5,14 @@ Read from vLLM 0.22 and 0.32, and the KV gauge's name before 0.10. A DP server h
 number here is negative, infinite or beyond MAX_VALUE) is dropped by itself.
 """
 
+from collections.abc import Mapping
 from math import fsum
 
 import msgspec
 
 from libra.ids import Incarnation
 from libra.models.kv_capacity import measured_kv_capacity_tokens
-from libra.scheduling.load import LoadSnapshot
+from libra.scheduling.load import EngineLoad, LoadSnapshot
 from libra.tracing.prometheus import Sample, largest, read_samples, total
 from libra_supervisor.instances.serving_meter import ServingCounters
 
@@ -68,23 +69,50 @@ class ServerMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 def server_metrics(text: str, *, incarnation: Incarnation, sampled_at: float) -> ServerMetrics:
     samples = _plausible(read_samples(text, WANTED))
-    kv_use = largest(samples, KV_USE)
     load = LoadSnapshot(
         incarnation=incarnation,
         sampled_at=sampled_at,
         num_running=total(samples, RUNNING),
         num_waiting=total(samples, WAITING),
         num_waiting_for_capacity=total(samples, WAITING_BY_REASON, reason="capacity"),
-        kv_use_fraction=largest(samples, OLD_KV_USE) if kv_use is None else kv_use,
+        kv_use_fraction=_kv_use(samples),
         num_preemptions=total(samples, PREEMPTIONS),
         kv_capacity_tokens=_kv_capacity_tokens(samples.get(CACHE_CONFIG, [])),
         process_started_at_s=largest(samples, STARTED_AT),
+        engines=_engines(samples),
     )
     counters = [total(samples, name) for name in (PROMPT_TOKENS, GENERATION_TOKENS)]
     known = [value for value in counters if value is not None]
     return ServerMetrics(
         load=load, num_tokens=fsum(known) if known else None, serving=_serving(samples)
     )
+
+
+def _engines(samples: dict[str, list[Sample]]) -> tuple[EngineLoad, ...]:
+    """Each engine by itself; none when there is only one."""
+    names = {
+        sample.labels.get("engine", "")
+        for series in (RUNNING, WAITING, KV_USE, OLD_KV_USE)
+        for sample in samples.get(series, ())
+    }
+    if len(names) < 2:  # noqa: PLR2004 - one engine is the server
+        return ()
+    in_order = sorted(names, key=lambda name: (len(name), name))  # 9 before 10
+    return tuple(_engine(samples, name) for name in in_order)
+
+
+def _engine(samples: dict[str, list[Sample]], name: str) -> EngineLoad:
+    return EngineLoad(
+        engine=name,
+        num_running=total(samples, RUNNING, engine=name),
+        num_waiting=total(samples, WAITING, engine=name),
+        kv_use_fraction=_kv_use(samples, engine=name),
+    )
+
+
+def _kv_use(samples: dict[str, list[Sample]], **labels: str) -> float | None:
+    use = largest(samples, KV_USE, **labels)
+    return largest(samples, OLD_KV_USE, **labels) if use is None else use
 
 
 def _plausible(samples: dict[str, list[Sample]]) -> dict[str, list[Sample]]:
@@ -123,7 +151,7 @@ def _kv_capacity_tokens(configs: list[Sample]) -> int | None:
     return sum(known) if known and len(known) == len(capacities) else None
 
 
-def _capacity_of(labels: dict[str, str]) -> int | None:
+def _capacity_of(labels: Mapping[str, str]) -> int | None:
     return measured_kv_capacity_tokens(
         kv_cache_size_tokens=_count(labels, "kv_cache_size_tokens"),
         num_gpu_blocks=_count(labels, "num_gpu_blocks"),
@@ -131,7 +159,7 @@ def _capacity_of(labels: dict[str, str]) -> int | None:
     )
 
 
-def _count(labels: dict[str, str], name: str) -> int | None:
+def _count(labels: Mapping[str, str], name: str) -> int | None:
     # An unset option is exposed as the text "None".
     text = labels.get(name, "")
     return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else None

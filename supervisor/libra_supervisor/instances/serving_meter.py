@@ -29,13 +29,23 @@ class ServingMeter:
         self._tp_of = dict(tp_of)
         self._newest: dict[InstanceId, tuple[Incarnation, ServingCounters]] = {}
         self._taken: dict[InstanceId, tuple[Incarnation, ServingCounters]] = {}
+        self._ended: set[InstanceId] = set()
+
+    def add(self, instance_id: InstanceId, tp: int) -> None:
+        """Take in an instance that the meter did not know, or that comes with another degree."""
+        self._tp_of[instance_id] = tp
+
+    def remove(self, instance_id: InstanceId) -> None:
+        """It has ended: what it did since the last call of `take` still counts there."""
+        self._ended.add(instance_id)
 
     def on_page(
         self, instance_id: InstanceId, incarnation: Incarnation, counters: ServingCounters | None
     ) -> None:
         """Take in one page; the first of a process is where its counting begins."""
-        if counters is None:
+        if counters is None or instance_id not in self._tp_of:
             return
+        self._ended.discard(instance_id)
         self._newest[instance_id] = (incarnation, counters)
         if self._taken.get(instance_id, ("", None))[0] != incarnation:
             self._taken[instance_id] = (incarnation, counters)
@@ -47,6 +57,9 @@ class ServingMeter:
             _, before = self._taken[instance_id]
             tp = self._tp_of[instance_id]
             parts.setdefault(tp, []).append(_difference(tp, now, before))
+        for instance_id in self._ended:
+            self._newest.pop(instance_id, None)
+        self._ended.clear()
         self._taken = dict(self._newest)
         wholes = (_sum(tp, uses) for tp, uses in sorted(parts.items()))
         return tuple(use for use in wholes if use.num_latencies > 0)

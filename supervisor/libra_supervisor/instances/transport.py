@@ -8,13 +8,10 @@ What went wrong, by whom it is to be answered for:
 * RejectedError: the request itself is wrong (other 4xx); no instance is to blame.
 """
 
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
 from math import inf
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Self
 
-import aiohttp
 import anyio
 import msgspec
 
@@ -22,9 +19,16 @@ from libra import clock
 from libra.errors import LibraError, OverloadedError, PeerError, RefusedError, RejectedError
 from libra.ids import InstanceId
 from libra.wire.instance import INSTANCE_HEADER, WEIGHTS_UNKNOWN
+from libra_supervisor.http.answer import Answer
+from libra_supervisor.http.client import HttpClient
+from libra_supervisor.http.errors import LostError, NotConnectedError
+from libra_supervisor.http.request import Request
 
 # uvicorn under vLLM closes an idle connection after 5 s; a shorter pool life loses fewer races.
 POOL_IDLE_S = 3.0
+
+HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+"""A page of metrics compressed would cost the server and us more than its way over loopback."""
 
 OK = 200
 TIMED_OUT = 408
@@ -63,7 +67,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConnectionLostError(PeerError):
-    """The connection ended before the first byte of an answer."""
+    """The connection ended before the head of an answer."""
+
+    is_stale = False
+    """As `libra_supervisor.http.errors.LostError` tells it."""
 
 
 class InstanceTransport:
@@ -77,17 +84,7 @@ class InstanceTransport:
         self._base_url = base_url.rstrip("/")
 
     async def __aenter__(self) -> Self:
-        trace = aiohttp.TraceConfig()
-        trace.on_connection_reuseconn.append(_note_reuse)
-        # trust_env off: a proxy variable must not send loopback calls elsewhere.
-        self._pooled = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=POOL_IDLE_S),
-            trace_configs=[trace],
-            trust_env=False,
-        )
-        self._unpooled = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True), trust_env=False
-        )
+        self._http = await HttpClient(idle_s=POOL_IDLE_S).__aenter__()
         return self
 
     async def __aexit__(
@@ -96,107 +93,106 @@ class InstanceTransport:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with anyio.CancelScope(shield=True):
-            await self._pooled.close()
-            await self._unpooled.close()
+        await self._http.__aexit__(exc_type, exc, traceback)
 
     async def call(self, call: Call) -> bytes:
         """Return the body of a 200 answer; everything else is one of the errors named above."""
-        trace = SimpleNamespace(is_reused=False)
         try:
-            return await self._send(self._pooled, call, trace)
-        except ConnectionLostError:
-            if not (call.is_resent_when_stale and trace.is_reused):
+            return await self._send(call, is_fresh=False)
+        except ConnectionLostError as error:
+            if not (call.is_resent_when_stale and error.is_stale):
                 raise
-        return await self._send(self._unpooled, call, trace)
+        return await self._send(call, is_fresh=True)
 
-    async def _send(
-        self, session: aiohttp.ClientSession, call: Call, trace: SimpleNamespace
-    ) -> bytes:
-        end_at = clock.now() + _or_ever(call.limits.whole_s)
-        async with self._answer(session, call, trace, end_at=end_at) as response:
-            content = await self._body(response, call, end_at=end_at)
-        self._check_identity(response, call)
-        if response.status != OK:
-            raise self._error_of(response, content, call)
-        return content
+    async def _send(self, call: Call, *, is_fresh: bool) -> bytes:
+        began, content = clock.now(), bytearray()
+        answer: Answer | None = None
+        end_at = began + _or_ever(call.limits.whole_s)
+        first_byte_at = min(end_at, began + _or_ever(call.limits.first_byte_s))
+        # One scope for all phases: each instance is called twice for every look at it.
+        with anyio.CancelScope(deadline=first_byte_at) as scope:
+            answer = await self._answer(call, is_fresh=is_fresh)
+            try:
+                await self._read(answer, content, call, scope, end_at=end_at)
+            finally:
+                answer.close()
+        if answer is None:
+            raise PeerError(f"{self._did_not_answer(call)}: its time was up")
+        if scope.cancelled_caught:
+            raise self._broken_off(content, call, "its time was up")
+        self._check_identity(answer, call)
+        if answer.status != OK:
+            raise self._error_of(answer, content, call)
+        return bytes(content)
 
-    @asynccontextmanager
-    async def _answer(
+    async def _answer(self, call: Call, *, is_fresh: bool) -> Answer:
+        request = Request(
+            base_url=self._base_url,
+            method=call.method,
+            path=call.path,
+            headers=HEADERS | call.headers,
+            body=call.body,
+            connect_s=call.limits.connect_s,
+        )
+        try:
+            return await self._http.ask(request, is_fresh=is_fresh)
+        except NotConnectedError as exc:
+            raise PeerError(f"{self._did_not_answer(call)}: {exc}") from exc
+        except LostError as exc:
+            lost = ConnectionLostError(f"{self._did_not_answer(call)}: {exc!r}")
+            lost.is_stale = exc.is_stale
+            raise lost from exc
+
+    async def _read(
         self,
-        session: aiohttp.ClientSession,
+        answer: Answer,
+        content: bytearray,
         call: Call,
-        trace: SimpleNamespace,
+        scope: anyio.CancelScope,
         *,
         end_at: float,
-    ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=call.limits.connect_s)
-        in_s = min(end_at - clock.now(), _or_ever(call.limits.first_byte_s))
-        with self._as_connection_lost(call), anyio.fail_after(in_s):
-            response = await session.request(
-                call.method,
-                self._base_url + call.path,
-                data=call.body,
-                headers={"Content-Type": "application/json"} | call.headers,
-                timeout=limits,
-                trace_request_ctx=trace,
-                allow_redirects=False,
-            )
+    ) -> None:
+        idle_s, max_bytes = _or_ever(call.limits.idle_s), _or_ever(call.limits.max_bytes)
         try:
-            yield response
-        finally:
-            # Closes the connection unless the whole body was read; then it went back already.
-            response.close()
-
-    async def _body(self, response: aiohttp.ClientResponse, call: Call, *, end_at: float) -> bytes:
-        content, idle_s = bytearray(), _or_ever(call.limits.idle_s)
-        max_bytes = _or_ever(call.limits.max_bytes)
-        try:
-            with anyio.fail_after(None) as scope:
-                while True:
+            while True:
+                if answer.is_waited_for:
                     scope.deadline = min(end_at, clock.now() + idle_s)
-                    chunk = await response.content.readany()
-                    if not chunk:
-                        return bytes(content)
-                    content += chunk
-                    if len(content) > max_bytes:
-                        raise PeerError(
-                            f"{self.instance_id} gave over {max_bytes} bytes while {call.doing}"
-                        )
-        except (aiohttp.ClientError, OSError, TimeoutError) as exc:
-            raise PeerError(
-                f"{self.instance_id} broke off its answer after {len(content)} bytes "
-                f"while {call.doing}: {exc!r}"
-            ) from exc
+                piece = await answer.next_piece()
+                if not piece:
+                    return
+                content += piece
+                if len(content) > max_bytes:
+                    raise PeerError(
+                        f"{self.instance_id} gave over {max_bytes} bytes while {call.doing}"
+                    )
+        except LostError as exc:
+            raise self._broken_off(content, call, repr(exc)) from exc
 
-    @contextmanager
-    def _as_connection_lost(self, call: Call) -> Generator[None]:
-        try:
-            yield
-        except (aiohttp.ClientConnectorError, TimeoutError) as exc:
-            raise PeerError(f"{self._did_not_answer(call)}: {exc!r}") from exc
-        except (aiohttp.ClientError, OSError) as exc:
-            raise ConnectionLostError(f"{self._did_not_answer(call)}: {exc!r}") from exc
+    def _broken_off(self, content: bytearray, call: Call, why: str) -> PeerError:
+        return PeerError(
+            f"{self.instance_id} broke off its answer after {len(content)} bytes "
+            f"while {call.doing}: {why}"
+        )
 
     def _did_not_answer(self, call: Call) -> str:
         return f"{self.instance_id} at {self._base_url} did not answer while {call.doing}"
 
-    def _check_identity(self, response: aiohttp.ClientResponse, call: Call) -> None:
-        answered = response.headers.get(INSTANCE_HEADER)
+    def _check_identity(self, answer: Answer, call: Call) -> None:
+        answered = answer.header(INSTANCE_HEADER)
         if answered != self.instance_id:
             raise PeerError(
                 f"{self._base_url} belongs to {answered or 'no instance of ours'} and not to "
                 f"{self.instance_id}, found while {call.doing}"
             )
 
-    def _error_of(self, response: aiohttp.ClientResponse, content: bytes, call: Call) -> LibraError:
+    def _error_of(self, answer: Answer, content: bytearray, call: Call) -> LibraError:
         reason = error_message(content)
-        said = f"{self.instance_id} answered {response.status} while {call.doing}: {reason}"
-        if response.status == UNAVAILABLE and reason.startswith(WEIGHTS_UNKNOWN):
+        said = f"{self.instance_id} answered {answer.status} while {call.doing}: {reason}"
+        if answer.status == UNAVAILABLE and reason.startswith(WEIGHTS_UNKNOWN):
             return RefusedError(said)
-        if response.status in {TOO_MANY, UNAVAILABLE}:
+        if answer.status in {TOO_MANY, UNAVAILABLE}:
             return OverloadedError(said)
-        is_caller_fault = response.status in CLIENT_FAULTS and response.status != TIMED_OUT
+        is_caller_fault = answer.status in CLIENT_FAULTS and answer.status != TIMED_OUT
         if is_caller_fault and NOT_A_NUMBER not in reason:
             return RejectedError(said)
         return PeerError(said)
@@ -215,7 +211,7 @@ class _ErrorBody(msgspec.Struct):
     detail: str | None = None
 
 
-def error_message(content: bytes) -> str:
+def error_message(content: bytes | bytearray) -> str:
     """Return what an error body of vLLM, FastAPI or ours says, else how it begins."""
     try:
         body = msgspec.json.decode(content, type=_ErrorBody)
@@ -224,11 +220,3 @@ def error_message(content: bytes) -> str:
     if isinstance(body.error, _ErrorDetail):
         return body.error.message
     return body.error or body.detail or ""
-
-
-async def _note_reuse(
-    _session: aiohttp.ClientSession,
-    context: SimpleNamespace,
-    _params: aiohttp.TraceConnectionReuseconnParams,
-) -> None:
-    context.trace_request_ctx.is_reused = True

@@ -4,12 +4,15 @@ from typing import TypeAlias
 
 import msgspec
 
-from libra.ids import GroupId, Incarnation, InstanceId, PolicyVersion
+from libra.ids import GroupId, Incarnation, InstanceId, PolicyVersion, ReplicaId
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan
+from libra.pools.hybrid import BegunStep
 from libra.rollouts.group import AdmittedGroup, CompleteGroup
 from libra.rollouts.trajectory import Trajectory
 from libra.wire.instance import ReloadRequest
 from libra.wire.rank import RankCommand, RecomputeProbed
 from libra_supervisor.events import ReconfigurationEnded
+from libra_supervisor.loop.plan_memory import PlanMemory
 from libra_supervisor.loop.rollout_state import RolloutState
 from libra_supervisor.records.evaluation import EvaluationRecord
 from libra_supervisor.records.reconfiguration import Line
@@ -50,6 +53,40 @@ class SendBatch(msgspec.Struct, frozen=True, tag=True):
     attempt: int
     step: int
     groups: tuple[CompleteGroup, ...]
+    hybrids: BegunStep | None = None
+    """Replicas that have to do with the step."""
+
+    replica_data: int = 1
+    """Shards of each member."""
+
+
+class TakeSnapshot(msgspec.Struct, frozen=True, tag=True):
+    """Have the ranks write their state for replicas, as a checkpoint of `step` in `directory`."""
+
+    attempt: int
+    step: int
+    directory: str
+
+
+class DropSnapshot(msgspec.Struct, frozen=True, tag=True):
+    """Delete a snapshot that nobody loads any more."""
+
+    directory: str
+
+
+class StartReplica(msgspec.Struct, frozen=True, tag=True):
+    placement: HybridPlacement
+
+
+class StopReplica(msgspec.Struct, frozen=True, tag=True):
+    replica_id: ReplicaId
+
+
+class TellReplica(msgspec.Struct, frozen=True, tag=True):
+    """Say the same to every rank of a replica, in order with its batches."""
+
+    replica_id: ReplicaId
+    command: RankCommand
 
 
 class SaveRun(msgspec.Struct, frozen=True, tag=True):
@@ -110,8 +147,73 @@ class ReplaceInstance(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class AddInstance(msgspec.Struct, frozen=True, tag=True):
+    """Start a server that the plan has gained, or let one that waits have its devices."""
+
+    placement: InstancePlacement
+    has_devices: bool
+
+
+class DrainInstance(msgspec.Struct, frozen=True, tag=True):
+    """Say when nothing is in flight there."""
+
+    instance_id: InstanceId
+    gives_back: bool
+    """What is in flight goes back to the queue."""
+
+
+class KeepInstance(msgspec.Struct, frozen=True, tag=True):
+    """It need not be drained after all."""
+
+    instance_id: InstanceId
+
+
+class RetireInstance(msgspec.Struct, frozen=True, tag=True):
+    """End a server for good."""
+
+    instance_id: InstanceId
+
+
+class ForgetInstance(msgspec.Struct, frozen=True, tag=True):
+    """It has ended for good: requests are routed without it."""
+
+    instance_id: InstanceId
+
+
+class ReshapeGang(msgspec.Struct, frozen=True, tag=True):
+    """Write the configuration of `plan`, then start the gang anew as its core."""
+
+    plan: Plan
+
+
+class KeepPlan(msgspec.Struct, frozen=True, tag=True):
+    """Write down what a later supervisor has to know of the plan; a new one replaces it."""
+
+    memory: PlanMemory
+
+
+class WritePlan(msgspec.Struct, frozen=True, tag=True):
+    """The plan is in force: plan.json and the resolved configuration follow it."""
+
+    plan: Plan
+
+
 class StartGroup(msgspec.Struct, frozen=True, tag=True):
     group: AdmittedGroup
+
+
+class AskAgain(msgspec.Struct, frozen=True, tag=True):
+    """Begin these running samples anew; what the group has finished stays."""
+
+    group_id: GroupId
+    sample_indices: tuple[int, ...]
+
+
+class SayMissing(msgspec.Struct, frozen=True, tag=True):
+    """One line of the control log, completed by where the requests of these groups are."""
+
+    fields: dict[str, object]
+    group_ids: tuple[GroupId, ...]
 
 
 class CancelGroup(msgspec.Struct, frozen=True, tag=True):
@@ -208,6 +310,11 @@ Command: TypeAlias = (
     | TellRanks
     | TellRankZero
     | SendBatch
+    | TakeSnapshot
+    | DropSnapshot
+    | StartReplica
+    | StopReplica
+    | TellReplica
     | SaveRun
     | SendReload
     | AskInstance
@@ -215,7 +322,17 @@ Command: TypeAlias = (
     | RouteTo
     | Unroute
     | ReplaceInstance
+    | AddInstance
+    | DrainInstance
+    | KeepInstance
+    | RetireInstance
+    | ForgetInstance
+    | ReshapeGang
+    | KeepPlan
+    | WritePlan
     | StartGroup
+    | AskAgain
+    | SayMissing
     | CancelGroup
     | CancelAllGroups
     | StartEvaluated

@@ -1,11 +1,20 @@
 """Event -> the machines it concerns -> commands. Pure; the loop is its only caller.
 
 `Control` is the whole control state of a run. Nothing else may change the machines it holds. What
-an event means is said by its family: `instance_life`, `gang_life`, `samples`, `requests`.
+an event means is said by its family: `instance_life`, `gang_life`, `plan_life`, `samples`,
+`requests`.
 """
 
 from libra_supervisor import events
-from libra_supervisor.loop import commands, gang_life, instance_life, requests, samples
+from libra_supervisor.loop import (
+    commands,
+    gang_life,
+    hybrid_life,
+    instance_life,
+    plan_life,
+    requests,
+    samples,
+)
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.progress import proceed
@@ -25,7 +34,9 @@ class Control(RunState):
         self._note_groups(done, at)
         return self._until_end(done, at)
 
-    def _dispatch(self, event: events.Event, at: Moment) -> tuple[Command, ...]:
+    def _dispatch(  # noqa: C901, PLR0911, PLR0912 - a table
+        self, event: events.Event, at: Moment
+    ) -> tuple[Command, ...]:
         match event:
             case events.RankSaid(attempt, said):
                 return gang_life.on_rank_said(self, said, at) if attempt == self.attempt else ()
@@ -51,8 +62,18 @@ class Control(RunState):
                 | events.SampleGaveUp()
             ):
                 return samples.on_sample(self, event, at)
-            case events.ReconfigurationWanted() | events.ReconfigurationEnded():
-                return self._on_plan(event)
+            case (
+                events.ReconfigurationWanted()
+                | events.ReconfigurationEnded()
+                | events.HybridJoined()
+                | events.HybridLost()
+                | events.HybridLeft()
+            ):
+                return plan_life.on_plan(self, event, at)
+            case events.ReplicaReady() | events.ReplicaSaid() | events.ReplicaDown():
+                return hybrid_life.on_replica(self, event, at)
+            case events.InstanceDrained() | events.InstanceWarmed() | events.InstanceRetired():
+                return plan_life.on_instance(self, event, at)
             case (
                 events.StopRequested()
                 | events.DrainRequested()
@@ -66,15 +87,6 @@ class Control(RunState):
                 return ()
             case _:
                 return instance_life.on_child(self, event, at)
-
-    def _on_plan(
-        self, event: events.ReconfigurationWanted | events.ReconfigurationEnded
-    ) -> tuple[Command, ...]:
-        if isinstance(event, events.ReconfigurationEnded):
-            return ()
-        why = "plans are not changed while the run goes on"
-        refused = events.ReconfigurationEnded(event.decision_id, "refused", 0.0, {}, why)
-        return (commands.ReportReconfiguration(refused),)
 
     def _note_groups(self, done: tuple[Command, ...], at: Moment) -> None:
         for command in done:

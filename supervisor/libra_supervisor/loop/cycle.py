@@ -36,6 +36,10 @@ class Phase(Enum):
     """Waiting for the evaluation of the served version: before the next version is published, or
     before the run ends. Until then it goes on beside rollouts and training."""
 
+    RESHAPING = "reshaping"
+    """The gang is being started anew in another layout, from a checkpoint of this very step.
+    Rollouts go on."""
+
     STOPPED = "stopped"
 
 
@@ -84,13 +88,17 @@ class DropEvaluation(msgspec.Struct, frozen=True, tag=True):
     """End the evaluation that is going on, without a result."""
 
 
+class Reshape(msgspec.Struct, frozen=True, tag=True):
+    """The newest step is saved: start the gang anew."""
+
+
 class Finish(msgspec.Struct, frozen=True, tag=True):
     """Nothing is left to do: end children, leave with exit code 0."""
 
     reason: str
 
 
-Command: TypeAlias = Publish | Collect | Save | Evaluate | DropEvaluation | Finish
+Command: TypeAlias = Publish | Collect | Save | Evaluate | DropEvaluation | Reshape | Finish
 
 
 class Cycle:
@@ -108,6 +116,8 @@ class Cycle:
         self._evaluated: PolicyVersion | None = None
         self._stop_reason: str | None = None
         self._is_data_exhausted = False
+        self._is_hold_wanted = False
+        self._is_reshape_wanted = False
 
     @property
     def phase(self) -> Phase:
@@ -136,13 +146,55 @@ class Cycle:
     @property
     def held_version(self) -> PolicyVersion | None:
         """What the ranks hold and could publish now; None while they train or are not there."""
-        if self._phase in (Phase.STARTING, Phase.TRAINING, Phase.STOPPED):
+        if self._phase in (Phase.STARTING, Phase.TRAINING, Phase.RESHAPING, Phase.STOPPED):
             return None
         return PolicyVersion(self._step)
 
     @property
     def stop_reason(self) -> str | None:
         return self._stop_reason
+
+    @property
+    def is_hold_wanted(self) -> bool:
+        """No batch is to be taken: the trainer shall stand at a step boundary."""
+        return self._is_hold_wanted
+
+    @property
+    def is_held(self) -> bool:
+        """The trainer stands at a step boundary; nothing is published or saved."""
+        is_idle = self._publishing is None and self._saving_step is None
+        return self._is_hold_wanted and is_idle and self._phase is Phase.COLLECTING
+
+    def hold(self) -> None:
+        """Have the trainer stand at the next step boundary, until `release`."""
+        self._is_hold_wanted = True
+
+    def release(self) -> None:
+        self._is_hold_wanted = self._is_reshape_wanted = False
+
+    def on_reshape_wanted(self) -> tuple[Command, ...]:
+        """Start the gang anew, from a checkpoint of the newest step, which is written if need be.
+
+        Legal while the trainer is held, and again, for another layout, from then on.
+        """
+        if self._phase in (Phase.RESHAPING, Phase.STARTING):
+            return (Reshape(),)
+        if self._is_reshape_wanted or self._phase is Phase.STOPPED:
+            return ()
+        if not self.is_held:
+            raise InvariantError(f"the trainer is not held, the run is {self._phase.value}")
+        if self._step in (0, self._saved_step):
+            self._phase = Phase.RESHAPING
+            return (Reshape(),)
+        self._is_reshape_wanted = True
+        self._saving_step = self._step
+        self._phase = Phase.SAVING
+        return (Save(self._step),)
+
+    def on_reshaped(self, *, now: float) -> tuple[Command, ...]:
+        """The gang has its model again, at the step it had before."""
+        self._expect(Phase.RESHAPING)
+        return self._go_on(now)
 
     def on_parts_ready(self, *, restored_step: int, now: float) -> tuple[Command, ...]:
         """The gang holds v(restored_step) and enough engines answer: publish that version first."""
@@ -219,7 +271,13 @@ class Cycle:
             raise InvariantError(f"step {step} was saved, asked for was {self._saving_step}")
         self._saving_step = None
         self._saved_step = step
-        return self._save_or_go_on(now) if self._phase is Phase.SAVING else ()
+        if self._phase is not Phase.SAVING:
+            return ()
+        if self._is_reshape_wanted:
+            self._is_reshape_wanted = False
+            self._phase = Phase.RESHAPING
+            return (Reshape(),)
+        return self._save_or_go_on(now)
 
     def on_data_exhausted(self, *, now: float) -> tuple[Command, ...]:
         """No further batch can ever be filled (the wanted epochs are over)."""
@@ -242,6 +300,7 @@ class Cycle:
         if self._phase is not Phase.STOPPED:
             self._phase = Phase.STARTING
         self._saving_step = None
+        self._is_reshape_wanted = False
         # Its engines go back to the checkpoint's version, which is evaluated again.
         self._evaluating = self._evaluated = None
         return ()
@@ -276,7 +335,14 @@ class Cycle:
                 if self._is_publication_owed():
                     return (*dropped, *self._publish())
                 return (*dropped, *self._go_on(now))
-            case Phase.EXPORTING | Phase.SETTLING | Phase.TRAINING | Phase.SAVING | Phase.STOPPED:
+            case (
+                Phase.EXPORTING
+                | Phase.SETTLING
+                | Phase.TRAINING
+                | Phase.SAVING
+                | Phase.RESHAPING
+                | Phase.STOPPED
+            ):
                 return ()
             case _:
                 assert_never(self._phase)

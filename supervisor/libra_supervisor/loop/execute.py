@@ -4,10 +4,10 @@ An error in an effect is not swallowed: it leaves its task, ends the root task g
 the run, unless the effect's own answer can say it (a reload that was not delivered).
 """
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, assert_never
+from typing import Any, Protocol, TypeAlias, assert_never
 
 import anyio
 import anyio.to_thread
@@ -19,7 +19,9 @@ from libra import clock
 from libra.algorithms.advantage import advantages
 from libra.config.algorithm import AlgorithmConfig
 from libra.errors import DataError, LibraError, PeerError
-from libra.ids import PolicyVersion, RunId
+from libra.ids import PolicyVersion, ReplicaId, RunId
+from libra.planner.plan import Plan
+from libra.pools.hybrid import BegunStep
 from libra.rollouts.batch import BatchShape, shard
 from libra.rollouts.group import CompleteGroup
 from libra.storage.arrival import when_visible
@@ -28,8 +30,9 @@ from libra.storage.checkpoints import list_complete_checkpoints
 from libra.storage.manifests import NotVisibleYetError, read_manifest, verify_weights
 from libra.storage.receipt import SETTLE_S
 from libra.weights.retention import deletable_versions
+from libra.wire.hybrid import HybridStep, MemberShare
 from libra.wire.instance import WeightsReceipt
-from libra.wire.rank import ExportWeights, MiniBatch, SaveCheckpoint
+from libra.wire.rank import ExportWeights, MiniBatch, SaveCheckpoint, TrainStep
 from libra_supervisor.events import (
     Event,
     ExportChecked,
@@ -39,8 +42,9 @@ from libra_supervisor.events import (
 )
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.commands import Command
+from libra_supervisor.loop.plan_memory import PlanMemory
 from libra_supervisor.loop.rollout_state import encoded
-from libra_supervisor.ports import Engines, Ranks, Rollouts, Routing
+from libra_supervisor.ports import Engines, Ranks, Replicas, Rollouts, Routing, Shards, Trainers
 from libra_supervisor.records.step import StepRecord
 from libra_supervisor.records.writer import RecordsWriter
 from libra_supervisor.run_directory import RunDirectory
@@ -54,10 +58,23 @@ JudgeProbe: TypeAlias = Callable[[commands.JudgeProbe], ProbeJudged]
 """Called in a thread."""
 
 
+class Plans(Protocol):
+    """Where the plan in force is written down."""
+
+    def write(self, plan: Plan) -> None:
+        """Have plan.json and the resolved configuration say it. Called in a thread."""
+
+    def remember(self, memory: PlanMemory) -> None:
+        """Keep it for a later supervisor, without waiting for the disk."""
+
+
 class Ports(msgspec.Struct, frozen=True, kw_only=True):
     """The world."""
 
     ranks: Ranks
+    replicas: Replicas
+    trainer: Trainers
+    plans: Plans
     engines: Engines
     rollouts: Rollouts
     evaluations: Rollouts
@@ -76,6 +93,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     directory: RunDirectory
     algorithm: AlgorithmConfig
     shape: BatchShape
+    """Of the plan that the run starts with."""
+
     keep_last: int
     probe_token_ids: tuple[int, ...]
 
@@ -93,6 +112,7 @@ class Executor:
         end: Callable[[int, str], None],
     ) -> None:
         self._terms = terms
+        self._shape = terms.shape
         self._ports = ports
         self._tasks = tasks
         self._post = post
@@ -101,8 +121,8 @@ class Executor:
         self._files = anyio.CapacityLimiter(1)
         self._num_unwritten = 0
         self._all_written = anyio.Event()
-        self._save_is_told = anyio.Event()
-        self._save_is_told.set()
+        self._untold_saves: list[anyio.Event] = []
+        """Saves that the ranks have not been told of; later batches wait for them."""
 
     def execute(self, command: Command) -> None:  # noqa: C901, PLR0912, PLR0915 - a table
         """Begin the effect; never waits."""
@@ -117,10 +137,19 @@ class Executor:
             case commands.TellRankZero(attempt, message):
                 ports.ranks.tell_rank_zero(attempt, message)
             case commands.SendBatch():
-                self._start(self._send_batch, command)
+                self._start(self._send_batch, command, tuple(self._untold_saves))
             case commands.SaveRun():
-                self._save_is_told = anyio.Event()
-                self._start(self._save, command, self._save_is_told)
+                self._start(self._save, command, self._new_save())
+            case commands.TakeSnapshot():
+                self._start(self._take_snapshot, command, self._new_save())
+            case commands.DropSnapshot(directory):
+                self._start(self._drop_snapshot, Path(directory))
+            case commands.StartReplica(placement):
+                ports.replicas.start(placement)
+            case commands.StopReplica(replica_id):
+                ports.replicas.stop(replica_id)
+            case commands.TellReplica(replica_id, message):
+                ports.replicas.tell(replica_id, message)
             case commands.SendReload():
                 self._start(self._send_reload, command)
             case commands.AskInstance():
@@ -138,8 +167,29 @@ class Executor:
                 ports.routing.withdraw(instance_id, is_draining=is_draining)
             case commands.ReplaceInstance(instance_id, reason):
                 ports.engines.replace(instance_id, reason)
+            case commands.AddInstance(placement, has_devices):
+                ports.engines.add(placement, has_devices=has_devices)
+            case commands.DrainInstance(instance_id, gives_back):
+                ports.engines.drain(instance_id, gives_back=gives_back)
+            case commands.KeepInstance(instance_id):
+                ports.engines.keep(instance_id)
+            case commands.RetireInstance(instance_id):
+                ports.engines.retire(instance_id)
+            case commands.ForgetInstance(instance_id):
+                ports.routing.forget(instance_id)
+            case commands.ReshapeGang(plan):
+                self._start(self._reshape, plan)
+            case commands.KeepPlan(memory):
+                ports.plans.remember(memory)
+            case commands.WritePlan(plan):
+                self._write(ports.plans.write, plan)
             case commands.StartGroup(group):
                 ports.rollouts.start(group)
+            case commands.AskAgain(group_id, sample_indices):
+                ports.rollouts.ask_again(group_id, sample_indices)
+            case commands.SayMissing(fields, group_ids):
+                places = ports.routing.places_of(group_ids)
+                _log.warning("batch_collection_timeout", **fields, requests=places)
             case commands.CancelGroup(group_id):
                 ports.rollouts.cancel(group_id)
             case commands.CancelAllGroups(reason):
@@ -247,12 +297,41 @@ class Executor:
 
     # Ranks
 
-    async def _send_batch(self, command: commands.SendBatch) -> None:
-        cut = partial(cut_batch, command.groups, self._terms.algorithm, self._terms.shape)
+    async def _reshape(self, plan: Plan) -> None:
+        """The ranks read their configuration when they start."""
+        await anyio.to_thread.run_sync(self._ports.plans.write, plan, limiter=self._files)
+        self._shape = msgspec.structs.replace(self._shape, dp_size=plan.train.dp)
+        self._ports.trainer.reshape(plan.train)
+
+    async def _send_batch(
+        self, command: commands.SendBatch, before: tuple[anyio.Event, ...]
+    ) -> None:
+        """`before`: saves that were asked for earlier hold the step before."""
+        num_members = len(command.hybrids.members) if command.hybrids else 0
+        shape = msgspec.structs.replace(
+            self._shape, num_hybrid_shards=num_members * command.replica_data
+        )
+        cut = partial(cut_batch, command.groups, self._terms.algorithm, shape)
         shards = await anyio.to_thread.run_sync(cut)
-        # A checkpoint that was asked for before holds the step before.
-        await self._save_is_told.wait()
-        self._ports.ranks.train(command.attempt, command.step, shards)
+        for is_told in before:
+            await is_told.wait()
+        self._train(command, shape.dp_size, shards)
+
+    def _train(
+        self,
+        command: commands.SendBatch,
+        num_core_shards: int,
+        shards: tuple[tuple[MiniBatch, ...], ...],
+    ) -> None:
+        """Give the core the first shards and each member its own."""
+        members = command.hybrids.members if command.hybrids else ()
+        each = command.replica_data
+        first = [num_core_shards + place * each for place in range(len(members))]
+        own = {it: shards[at : at + each] for it, at in zip(members, first, strict=True)}
+        train = TrainStep(command.step, (), hybrid_step(command.hybrids, own))
+        self._ports.ranks.train(command.attempt, train, shards[:num_core_shards])
+        for replica_id, of_member in own.items():
+            self._ports.replicas.train(replica_id, train, of_member)
 
     async def _save(self, command: commands.SaveRun, is_told: anyio.Event) -> None:
         directory = self._terms.directory.checkpoint_of(command.step)
@@ -267,7 +346,27 @@ class Executor:
                 rollout_state=rollout_state,
             ),
         )
-        is_told.set()
+        self._told(is_told)
+
+    async def _take_snapshot(self, command: commands.TakeSnapshot, is_told: anyio.Event) -> None:
+        directory = Path(command.directory)
+        await anyio.to_thread.run_sync(_discard_if_there, directory, limiter=self._files)
+        self._ports.ranks.tell_all(
+            command.attempt,
+            SaveCheckpoint(step=command.step, directory=command.directory, rollout_state=b""),
+        )
+        self._told(is_told)
+
+    async def _drop_snapshot(self, directory: Path) -> None:
+        await anyio.to_thread.run_sync(_discard_if_there, directory, limiter=self._files)
+
+    def _new_save(self) -> anyio.Event:
+        self._untold_saves.append(anyio.Event())
+        return self._untold_saves[-1]
+
+    def _told(self, save: anyio.Event) -> None:
+        save.set()
+        self._untold_saves.remove(save)
 
     def _retire_checkpoints(self) -> None:
         """Make room for one more; at least one complete checkpoint is always there."""
@@ -319,6 +418,26 @@ def cut_batch(
     rewards = [t.reward for t in trajectories if t.reward is not None]
     values = advantages(rewards, [t.group_id for t in trajectories], algorithm)
     return shard(groups, values, shape)
+
+
+def hybrid_step(
+    begun: BegunStep | None, shards_of: Mapping[ReplicaId, Shards]
+) -> HybridStep | None:
+    """The membership as the ranks are told it, with what each member contributes."""
+    if begun is None:
+        return None
+    shares = tuple(_share(replica_id, shards) for replica_id, shards in shards_of.items())
+    return HybridStep(begun.epoch, shares, begun.joiners)
+
+
+def _share(replica_id: ReplicaId, shards: Shards) -> MemberShare:
+    parts = [[s for part in parts for s in part.samples] for parts in zip(*shards, strict=True)]
+    counts = [[sum(sample.loss_mask) for sample in part] for part in parts]
+    return MemberShare(
+        replica_id=replica_id,
+        num_tokens=tuple(map(sum, counts)),
+        num_sequences=tuple(sum(1 for tokens in part if tokens) for part in counts),
+    )
 
 
 def _discard_if_there(directory: Path) -> None:

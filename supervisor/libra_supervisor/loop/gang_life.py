@@ -4,6 +4,7 @@ from typing import assert_never
 
 from libra.errors import InfeasiblePlanError
 from libra.ids import PolicyVersion
+from libra.wire.hybrid import CoreJoined, LaneOpened, StepFollowed
 from libra.wire.rank import (
     AcksJudged,
     CheckpointSaved,
@@ -20,8 +21,9 @@ from libra.wire.rank import (
     WeightsSent,
 )
 from libra_supervisor import events
-from libra_supervisor.loop import commands
+from libra_supervisor.loop import commands, hybrid_life, plan_life
 from libra_supervisor.loop.commands import Command
+from libra_supervisor.loop.cycle import Phase
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.run_state import RunState
 
@@ -38,13 +40,16 @@ def on_gang(
     match event:
         case events.CheckpointChosen():
             state.attempt = event.attempt
+            replicas_end = hybrid_life.on_core_begins(state, event.attempt, at)
+            if state.cycle.phase is Phase.RESHAPING and event.step == state.cycle.step:
+                # The same policy in other ranks: what rollouts have made so far is as good.
+                state.publication.on_reshaped(attempt=event.attempt)
+                return replicas_end
             state.probe.on_attempt(restored_step=event.step)
             state.desk.rewind(event.rollout_state, PolicyVersion(event.step))
-            return ()
+            return replicas_end
         case events.GangReady():
-            if event.attempt == state.attempt:
-                state.ready_step = event.step
-            return ()
+            return _on_gang_ready(state, event, at)
         case events.ProbeJudged():
             return _on_probe_judged(state, event)
         case events.GangLost():
@@ -55,10 +60,22 @@ def on_gang(
             assert_never(event)
 
 
+def _on_gang_ready(state: RunState, event: events.GangReady, at: Moment) -> tuple[Command, ...]:
+    if event.attempt != state.attempt:
+        return ()
+    state.ready_step = event.step
+    hybrid_life.on_core_ready(state)
+    resumed: tuple[Command, ...] = ()
+    if state.cycle.phase is Phase.RESHAPING:
+        resumed = state.follow(state.cycle.on_reshaped(now=at.now), at)
+    return (*resumed, *plan_life.on_training_ready(state, at))
+
+
 def _on_gang_lost(state: RunState, event: events.GangLost, at: Moment) -> tuple[Command, ...]:
     state.ready_step = None
     state.desk.close()
     state.book.discard()
+    state.collection.end()
     unrouted = tuple(commands.Unroute(i) for i in state.pool.answering_ids)
     state.pool.on_rewound(now=at.now)
     state.evaluator.drop()
@@ -66,7 +83,8 @@ def _on_gang_lost(state: RunState, event: events.GangLost, at: Moment) -> tuple[
     said = commands.Say("gang_lost", {"attempt": event.attempt, "why": event.reason}, True)
     cancelled = commands.CancelAllGroups(event.reason)
     begun_anew = state.follow(state.cycle.on_gang_lost(), at)
-    return (said, cancelled, *unrouted, *cancelled_batch, *begun_anew)
+    changed = plan_life.on_training_failed(state, event.reason, at)
+    return (said, cancelled, *unrouted, *cancelled_batch, *begun_anew, *changed)
 
 
 def _on_probe_judged(state: RunState, event: events.ProbeJudged) -> tuple[Command, ...]:
@@ -85,7 +103,7 @@ def _on_probe_judged(state: RunState, event: events.ProbeJudged) -> tuple[Comman
             return (commands.EndRun(InfeasiblePlanError.exit_code, event.message),)
 
 
-def on_rank_said(  # noqa: C901, PLR0912 - a table
+def on_rank_said(  # noqa: C901, PLR0911, PLR0912 - a table
     state: RunState, said: RankEvent, at: Moment
 ) -> tuple[Command, ...]:
     match said:
@@ -99,16 +117,21 @@ def on_rank_said(  # noqa: C901, PLR0912 - a table
             if metrics is None:
                 return ()
             state.book.on_trained(metrics)
-            return state.follow(state.cycle.on_trained(said.step, now=at.now), at)
+            replicas = hybrid_life.on_trained(state, said, at)
+            return (*replicas, *state.follow(state.cycle.on_trained(said.step, now=at.now), at))
         case AcksJudged():
             return state.publication.on_judged(said, at=at)
         case CheckpointSaved():
+            if (joining := hybrid_life.on_saved(state, said, at)) is not None:
+                return joining
             fields: dict[str, object] = {"step": said.step, "save_s": round(said.save_s, 3)}
             saved = commands.Say("checkpoint_saved", fields)
             return (saved, *state.follow(state.cycle.on_saved(said.step, now=at.now), at))
         case RecomputeProbed():
             probes = state.probe.on_probed(said)
             return () if probes is None else (commands.JudgeProbe(state.attempt, probes),)
+        case LaneOpened() | CoreJoined() | StepFollowed():
+            return hybrid_life.on_core_said(state, said, at)
         case Hello() | ModelReady() | Heartbeat() | SaveBegun() | RankFailed():
             # The gang keeps these: identity, readiness, liveness and the first cause.
             return ()

@@ -13,6 +13,8 @@ from libra_supervisor.loop.run_state import RunState
 
 def on_child(state: RunState, event: events.ChildEvent, at: Moment) -> tuple[Command, ...]:
     instance_id = InstanceId(event.child_id)
+    if instance_id not in state.pool:
+        return ()  # it left the plan, and this was said before its end
     match event:
         case events.ChildStarted():
             state.pool.on_started(instance_id, event.incarnation, now=at.now)
@@ -75,7 +77,7 @@ def _on_instance_given_up(
     return (commands.EndRun(4, f"{reason}\n{lines}" if lines else reason),)
 
 
-def on_engines(
+def on_engines(  # noqa: C901, PLR0912 - a table
     state: RunState,
     event: events.InstanceAnswered
     | events.InstanceDoubted
@@ -83,6 +85,8 @@ def on_engines(
     | events.ExportChecked,
     at: Moment,
 ) -> tuple[Command, ...]:
+    if not isinstance(event, events.ExportChecked) and event.instance_id not in state.pool:
+        return ()
     match event:
         case events.InstanceAnswered():
             return _on_instance_answered(state, event, at)

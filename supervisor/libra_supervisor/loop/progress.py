@@ -2,10 +2,12 @@
 
 from libra.ids import PolicyVersion
 from libra.pools.member import MemberState
-from libra_supervisor.loop import commands
+from libra.rollouts.group import CompleteGroup
+from libra_supervisor.loop import commands, hybrid_life
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.cycle import Phase
 from libra_supervisor.loop.moment import Moment
+from libra_supervisor.loop.plan_life import follow_change
 from libra_supervisor.loop.run_state import RunState
 
 
@@ -16,9 +18,11 @@ def proceed(state: RunState, at: Moment) -> tuple[Command, ...]:
         *_finish_publication(state, at),
         *_finish_evaluation(state, at),
         *state.publication.catch_up(at=at, held=state.cycle.held_version),
+        *hybrid_life.between_steps(state, at),
         *_take_batch(state, at),
         *_publish_when_nobody_serves(state, at),
         *_admit(state, at),
+        *follow_change(state, at),
     )
 
 
@@ -30,10 +34,18 @@ def _begin_when_ready(state: RunState, at: Moment) -> tuple[Command, ...]:
     num_gpus = sum(state.pool[i].num_gpus for i in state.pool.answering_ids)
     if not state.pool.is_settled or num_gpus < state.policy.min_rollout_gpus:
         return ()
+    asked: tuple[Command, ...] = ()
     if not state.policy.publishes:
         state.publication.keep_base(PolicyVersion(0))
+        # They answered before there was a version that could be served.
+        members = [state.pool[instance_id] for instance_id in state.pool.answering_ids]
+        asked = tuple(
+            commands.AskInstance(it.instance_id, it.incarnation)
+            for it in members
+            if it.incarnation is not None
+        )
     begun = state.cycle.on_parts_ready(restored_step=state.ready_step, now=at.now)
-    return state.follow(begun, at)
+    return (*asked, *state.follow(begun, at))
 
 
 def _finish_publication(state: RunState, at: Moment) -> tuple[Command, ...]:
@@ -68,7 +80,7 @@ def _finish_evaluation(state: RunState, at: Moment) -> tuple[Command, ...]:
 
 
 def _take_batch(state: RunState, at: Moment) -> tuple[Command, ...]:
-    if state.cycle.phase is not Phase.COLLECTING:
+    if state.cycle.phase is not Phase.COLLECTING or state.cycle.is_hold_wanted:
         return ()
     trainer_version = PolicyVersion(state.cycle.step)
     groups = state.desk.take_batch(trainer_version)
@@ -76,10 +88,17 @@ def _take_batch(state: RunState, at: Moment) -> tuple[Command, ...]:
         if not state.desk.is_exhausted:
             return ()
         return state.follow(state.cycle.on_data_exhausted(now=at.now), at)
+    return train_on(state, groups, at)
+
+
+def train_on(state: RunState, groups: tuple[CompleteGroup, ...], at: Moment) -> tuple[Command, ...]:
+    """Send the next step's batch to the ranks."""
+    trainer_version = PolicyVersion(state.cycle.step)
     step = state.cycle.step + 1
+    state.collection.end()
     state.book.on_batch_taken(step, groups, trainer_version, at)
     return (
-        commands.SendBatch(state.attempt, step, groups),
+        *hybrid_life.step_begins(state, step, groups, at),
         *state.follow(state.cycle.on_batch_taken(step), at),
     )
 

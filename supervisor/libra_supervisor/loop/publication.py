@@ -313,6 +313,20 @@ class Publication:
         """What a batch that is open has come to is written down, too."""
         return self._cancel("the run ended", at=at)
 
+    def on_reshaped(self, *, attempt: int) -> None:
+        """Another attempt has taken the place of the ranks, at the step they were at.
+
+        What was written stays; what the ranks held for a transfer is gone until they offer again.
+        """
+        self._attempt = attempt
+        if self._terms.transfers:
+            self._desk.on_gang_lost()
+            self._exported = None
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """It is no member of the pool any more."""
+        self._to_rescue.pop(instance_id, None)
+
     def keep_base(self, version: PolicyVersion) -> None:
         """Engines keep what they started with (`rollout_weight_sync_mode: none`)."""
         self._committed = version

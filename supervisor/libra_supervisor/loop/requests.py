@@ -5,8 +5,9 @@ from typing import assert_never
 from libra.ids import InstanceId
 from libra.pools.member import MemberState
 from libra_supervisor import events
-from libra_supervisor.loop import commands
+from libra_supervisor.loop import commands, hybrid_life, plan_life
 from libra_supervisor.loop.commands import Command
+from libra_supervisor.loop.late_batch import on_collection_tick
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.run_state import RunState
 
@@ -22,6 +23,11 @@ def on_outside(
     | events.Ticked,
     at: Moment,
 ) -> tuple[Command, ...]:
+    if (
+        isinstance(event, events.DrainRequested | events.RestartRequested)
+        and event.instance_id not in state.pool
+    ):
+        return ()  # it left the plan since it was asked for
     match event:
         case events.StopRequested():
             return _on_stop(state, event, at)
@@ -41,6 +47,9 @@ def on_outside(
             return (
                 *state.desk.on_tick(now=at.now),
                 *state.publication.on_tick(at=at),
+                *plan_life.on_tick(state, at),
+                *hybrid_life.on_tick(state, at),
+                *on_collection_tick(state, at),
                 *state.follow(state.cycle.on_tick(now=at.now), at),
             )
         case _:

@@ -12,10 +12,10 @@ from libra.errors import DataError
 from libra.ids import GroupId, PolicyVersion
 from libra.rollouts import buffer as accounts
 from libra.rollouts.accounts import BufferLimits, Counts
-from libra.rollouts.buffer import BufferCommand, RolloutBuffer
+from libra.rollouts.buffer import BufferCommand, MissingGroup, RolloutBuffer
 from libra.rollouts.group import CompleteGroup, PromptRef
 from libra.rollouts.trajectory import SampleFailed, Trajectory
-from libra_supervisor.loop.commands import CancelGroup, Command, Say, StartGroup
+from libra_supervisor.loop.commands import AskAgain, CancelGroup, Command, Say, StartGroup
 from libra_supervisor.loop.rollout_state import RolloutState
 
 
@@ -98,6 +98,30 @@ class RolloutDesk:
     def take_batch(self, trainer_version: PolicyVersion) -> tuple[CompleteGroup, ...] | None:
         """The batch that a trainer at `trainer_version` trains on next, or None."""
         return self._buffer.take_batch(version=trainer_version)
+
+    def take_partial(
+        self, trainer_version: PolicyVersion, *, multiple: int
+    ) -> tuple[CompleteGroup, ...] | None:
+        """What there is of that batch, in a multiple of `multiple` trajectories, or None."""
+        return self._buffer.take_partial(version=trainer_version, multiple=multiple)
+
+    @property
+    def num_groups_wanted(self) -> int:
+        """Groups in a batch."""
+        return self._limits.batch_size // self._limits.n_samples
+
+    @property
+    def num_groups_complete(self) -> int:
+        return self.num_complete // self._limits.n_samples
+
+    def missing(self) -> tuple[MissingGroup, ...]:
+        """Groups in progress."""
+        return self._buffer.missing()
+
+    def ask_again(self, *, asked_before: float, now: float) -> tuple[Command, ...]:
+        """Begin anew the running samples that were asked for before that."""
+        late = self._buffer.ask_again(asked_before=asked_before, now=now)
+        return tuple(AskAgain(group_id, indices) for group_id, indices in late.items())
 
     def on_started(self, group_id: GroupId, sample_index: int, *, now: float) -> None:
         self._buffer.on_started(group_id, sample_index, now=now)

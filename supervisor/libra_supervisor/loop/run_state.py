@@ -6,10 +6,13 @@ import msgspec
 
 from libra.pools.pool import RolloutPool
 from libra_supervisor.loop import commands, cycle
+from libra_supervisor.loop.collection import Collection, CollectionTerms
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.cycle import Cycle, Phase
 from libra_supervisor.loop.evaluator import Evaluator
+from libra_supervisor.loop.hybrid_desk import HybridDesk
 from libra_supervisor.loop.moment import Moment
+from libra_supervisor.loop.plan_desk import PlanDesk
 from libra_supervisor.loop.probe_gate import ProbeGate
 from libra_supervisor.loop.publication import Publication
 from libra_supervisor.loop.rollout_desk import RolloutDesk
@@ -29,11 +32,13 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     num_probes: int = 0
     """Ranks that run a recompute probe before training; 0: none does."""
 
+    collection: CollectionTerms = CollectionTerms()
+
 
 class RunState:
     """The whole control state. Only the loop's families of events change it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - every machine
         self,
         *,
         cycle_machine: Cycle,
@@ -42,12 +47,18 @@ class RunState:
         publication: Publication,
         evaluator: Evaluator,
         policy: Policy,
+        plans: PlanDesk,
+        hybrids: HybridDesk | None = None,
     ) -> None:
         self.cycle = cycle_machine
         self.pool = pool
         self.desk = desk
         self.publication = publication
         self.evaluator = evaluator
+        self.plans = plans
+        self.hybrids = hybrids
+        """None in a run that cannot have hybrid replicas."""
+
         self.book = StepBook()
         self.attempt = 0
         self.attempts_before = 0
@@ -56,6 +67,7 @@ class RunState:
         self.ready_step: int | None = None
         """The step that the gang holds; None while it is not ready."""
 
+        self.collection = Collection(policy.collection)
         self.probe = ProbeGate(policy.num_probes)
         self.stop_exit_code = 0
         self.is_ending = False
@@ -72,12 +84,16 @@ class RunState:
                 case cycle.Collect():
                     done += self.close_step(at)
                     self.book.on_collect(at)
+                    self.collection.begin(now=at.now)
                     self.desk.open()
                 case cycle.Save(step):
                     done += self.close_step(at)
                     done.append(commands.SaveRun(self.attempt, step, self.desk.state()))
                 case cycle.Evaluate() | cycle.DropEvaluation():
                     done += self._evaluate(command, at)
+                case cycle.Reshape():
+                    done += self.close_step(at)
+                    done.append(commands.ReshapeGang(self.plans.plan_to_reshape()))
                 case cycle.Finish(reason):
                     done += self.close_step(at)
                     done.append(commands.EndRun(self.stop_exit_code, reason))

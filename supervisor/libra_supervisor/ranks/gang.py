@@ -37,7 +37,7 @@ from libra_supervisor.process.lifecycle import (
     Verdict,
     deadlines_from,
 )
-from libra_supervisor.process.restart import RestartBudget, policy_from
+from libra_supervisor.process.restart import RestartBudget, RestartPolicy, policy_from
 from libra_supervisor.process.spawn import Spawner
 from libra_supervisor.process.spec import ProcessSpec
 from libra_supervisor.process.supervise import Supervision
@@ -46,7 +46,6 @@ from libra_supervisor.ranks.failure import explained
 from libra_supervisor.ranks.link import Link, accept_ranks, rank_socket
 from libra_supervisor.ranks.roster import Roster
 from libra_supervisor.ranks.torchrun import (
-    TRAINER_ID,
     Attempt,
     GangSite,
     attempt_spec,
@@ -85,15 +84,15 @@ class Gang:
     ) -> None:
         """`hindrance` says why an attempt has to wait: memory in use on its devices."""
         self._site = site
+        self._socket_directory = site.socket_directory or site.directory.root
         self._post = post
         self._newest_step = 0
         self._hooks = _GangHooks(site, config, choose, self._hear, hindrance)
         self._supervision = Supervision(
-            TRAINER_ID,
+            site.child_id,
             self._hooks,
             spawner=spawner,
-            # A step is minutes of work of all ranks: it is progress whenever it comes.
-            budget=RestartBudget(msgspec.structs.replace(policy_from(config), stable_s=0.0)),
+            budget=RestartBudget(_restarts(site, config)),
             deadlines=gang_deadlines(config),
             post=self._pass_on,
             rng=rng,
@@ -104,7 +103,7 @@ class Gang:
 
         Raises what `post` or `choose` raise, with the gang ended.
         """
-        with ungrouped(), rank_socket(self._site.directory.root) as (path, listener):
+        with ungrouped(), rank_socket(self._socket_directory) as (path, listener):
             self._hooks.control_socket = path
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(
@@ -121,6 +120,12 @@ class Gang:
 
     def restart(self) -> None:
         """Start another attempt on purpose; costs nothing of the budget."""
+        self._supervision.restart()
+
+    def reshape(self, site: GangSite, hindrance: Hindrance | None) -> None:
+        """Start another attempt on purpose, in the place and layout that `site` says."""
+        self._site = site
+        self._hooks.settle(site, hindrance)
         self._supervision.restart()
 
     def status(self) -> ChildStatus:
@@ -181,6 +186,12 @@ class Gang:
             await self._post(GangGaveUp(self._hooks.exit_code, f"{reason}{lines}"))
 
 
+def _restarts(site: GangSite, config: SupervisionConfig) -> RestartPolicy:
+    # A step is minutes of work of all ranks: it is progress whenever it comes.
+    policy = msgspec.structs.replace(policy_from(config), stable_s=0.0)
+    return policy if site.is_restarted else msgspec.structs.replace(policy, max_in_window=0)
+
+
 def gang_deadlines(config: SupervisionConfig) -> Deadlines:
     """As configured, with a short grace.
 
@@ -216,6 +227,10 @@ class _GangHooks(ChildHooks):
         self._oom_kills_before = 0
         self._hangs = False
         self.roster = self._new_roster(0)
+
+    def settle(self, site: GangSite, hindrance: Hindrance | None) -> None:
+        """The next attempt starts there."""
+        self._site, self._hindrance = site, hindrance
 
     async def welcome(self, hello: Hello, link: Link) -> None:
         await self.roster.welcome(hello, link)

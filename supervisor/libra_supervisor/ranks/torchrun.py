@@ -71,6 +71,15 @@ class GangSite(msgspec.Struct, frozen=True, kw_only=True):
 
     launcher: tuple[str, ...] = (sys.executable, "-m", "torch.distributed.run")
     program: tuple[str, ...] = ("-m", "libra.trainer")
+    child_id: ChildId = TRAINER_ID
+    arguments: tuple[str, ...] = ()
+    """For the program, after the ones that every gang has."""
+
+    is_restarted: bool = True
+    """False: the first loss is the last."""
+
+    socket_directory: Path | None = None
+    """Where its ranks' socket lives; None: the run's directory, which is the core's."""
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +99,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 def attempt_spec(site: GangSite, attempt: Attempt) -> ProcessSpec:
     """The process that runs the ranks of one attempt; a GangSpec when there are several."""
     if not site.agents:
-        return _spec(site, attempt, _alone(site, attempt), TRAINER_ID)
+        return _spec(site, attempt, _alone(site, attempt), site.child_id)
     parts = tuple(
         (agent.node, _part(site, attempt, number)) for number, agent in enumerate(site.agents)
     )
@@ -108,7 +117,7 @@ def _part(site: GangSite, attempt: Attempt, number: int) -> ProcessSpec:
     own = msgspec.structs.replace(
         site, env={**site.env, **agent.env}, visible_devices=agent.visible_devices, rank_cores=()
     )
-    child_id = TRAINER_ID if agent.node == 0 else ChildId(f"{TRAINER_ID}-{agent.node}")
+    child_id = site.child_id if agent.node == 0 else ChildId(f"{site.child_id}-{agent.node}")
     return _spec(own, attempt, _among_others(site, attempt, number), child_id)
 
 
@@ -128,6 +137,7 @@ def _spec(
             "--run-dir",
             str(directory.root),
             *restore,
+            *site.arguments,
         ),
         env=_environment(site, attempt),
         cwd=str(directory.root),

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from libra.ids import Rank
+from libra.wire.hybrid import CoreJoined, FollowStep, JoinCore, OpenLanes, StepFollowed
 from libra.wire.rank import (
     AbortTransfer,
     AcksJudged,
@@ -38,9 +39,13 @@ ANSWER_TO: Final[dict[type[RankCommand], type[RankEvent]]] = {
     SendWeights: WeightsSent,
     SaveCheckpoint: SaveBegun,
     JudgeAcks: AcksJudged,
+    JoinCore: CoreJoined,
+    FollowStep: StepFollowed,
 }
-UNANSWERED: Final = (AbortTransfer, Shutdown)
-_OWN_ANSWERS: Final = (StepTrained, SaveBegun)
+UNANSWERED: Final = (AbortTransfer, OpenLanes, Shutdown)
+"""Heads of lanes do answer OpenLanes; the other ranks have nothing to say."""
+
+_OWN_ANSWERS: Final = (StepTrained, SaveBegun, CoreJoined, StepFollowed)
 
 
 class Silence(msgspec.Struct, frozen=True):

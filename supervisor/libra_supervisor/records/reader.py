@@ -67,13 +67,33 @@ class _Line(msgspec.Struct):
 
 def last_attempt(metrics: Path) -> int:
     """The highest attempt among the last lines of metrics.jsonl; 0 when there are none."""
+    attempts = (_attempt_of(line) for line in _last_lines(metrics))
+    return max((attempt for attempt in attempts if attempt), default=0)
+
+
+def _last_lines(path: Path) -> list[bytes]:
+    """Of the file's end; empty when there is no such file."""
     try:
-        with metrics.open("rb") as file:
+        with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().splitlines()
+            return file.read().splitlines()
     except FileNotFoundError:
-        return 0
-    return max((attempt for line in lines if (attempt := _attempt_of(line))), default=0)
+        return []
+
+
+class _Decision(msgspec.Struct):
+    decision_id: int
+
+
+def last_decision_id(reconfigurations: Path) -> int:
+    """The highest id among the last lines of reconfigurations.jsonl; 0 when there are none."""
+    found = 0
+    for line in _last_lines(reconfigurations):
+        try:
+            found = max(found, msgspec.json.decode(line, type=_Decision).decision_id)
+        except msgspec.DecodeError:
+            continue  # torn by a crash, or the first of the tail
+    return found
 
 
 def _attempt_of(line: bytes) -> int:

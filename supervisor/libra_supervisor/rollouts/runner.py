@@ -5,7 +5,7 @@ What goes wrong with one sample is a value; what goes wrong in here ends the run
 """
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Never, Protocol, TypeAlias
 
 import anyio
@@ -76,6 +76,10 @@ class RolloutRunner:
         self._parts = parts
         self._task_group: TaskGroup | None = None
         self._scopes: dict[GroupId, anyio.CancelScope] = {}
+        self._again: dict[GroupId, Callable[[int], None]] = {}
+        self._sample_scopes: dict[tuple[GroupId, int], anyio.CancelScope] = {}
+        """Of samples whose end has not been posted."""
+
         self._clients: set[SampleClient] = set()
         self.num_retries = 0
         """Engine requests that were asked for again."""
@@ -116,8 +120,18 @@ class RolloutRunner:
         A group of the same id may be started at once, while the old one still winds down.
         """
         scope = self._scopes.pop(group_id, None)
+        self._again.pop(group_id, None)
         if scope is not None:
             scope.cancel()
+
+    def ask_again(self, group_id: GroupId, sample_indices: Sequence[int]) -> None:
+        """Begin these samples of a running group anew, but for those that have just ended."""
+        begin = self._again.get(group_id)
+        for index in sample_indices:
+            scope = self._sample_scopes.pop((group_id, index), None)
+            if begin is not None and scope is not None:
+                scope.cancel()
+                begin(index)
 
     def cancel_all(self, reason: str) -> None:  # noqa: ARG002 - the loop has logged it
         for group_id in list(self._scopes):
@@ -140,14 +154,43 @@ class RolloutRunner:
             with scope:
                 task = await to_thread.run_sync(self._parts.tasks.task, group.prompt.row)
                 async with anyio.create_task_group() as samples:
-                    for index in range(group.n_samples):
+
+                    def begin_again(index: int) -> None:
                         samples.start_soon(self._run_sample, group, task, index)
+
+                    self._again[group.group_id] = begin_again
+                    for index in range(group.n_samples):
+                        samples.start_soon(self._begin_sample, group, task, index)
         finally:
             if self._scopes.get(group.group_id) is scope:
                 del self._scopes[group.group_id]
+                self._again.pop(group.group_id, None)
+
+    async def _begin_sample(self, group: AdmittedGroup, task: Task, index: int) -> None:
+        await self._parts.post(SampleStarted(group.group_id, index))
+        await self._run_sample(group, task, index)
 
     async def _run_sample(self, group: AdmittedGroup, task: Task, index: int) -> None:
-        await self._parts.post(SampleStarted(group.group_id, index))
+        """One try of a sample; of those that were not cut off one ends it."""
+        key = (group.group_id, index)
+        self._sample_scopes[key] = scope = anyio.CancelScope()
+        outcome: Trajectory | SampleFailed | None = None
+        try:
+            with scope:
+                outcome = await self._outcome(group, task, index)
+        finally:
+            if self._sample_scopes.get(key) is scope:
+                del self._sample_scopes[key]
+        if outcome is None or scope.cancel_called:
+            return
+        if isinstance(outcome, SampleFailed):
+            await self._parts.post(SampleGaveUp(group.group_id, index, outcome))
+        else:
+            await self._parts.post(SampleFinished(outcome))
+
+    async def _outcome(
+        self, group: AdmittedGroup, task: Task, index: int
+    ) -> Trajectory | SampleFailed:
         client = SampleClient(
             group,
             index,
@@ -163,10 +206,7 @@ class RolloutRunner:
             self.num_retries += client.num_retries
         if isinstance(outcome, Trajectory):
             outcome = await self._scored(task, outcome)
-        if isinstance(outcome, SampleFailed):
-            await self._parts.post(SampleGaveUp(group.group_id, index, outcome))
-        else:
-            await self._parts.post(SampleFinished(outcome))
+        return outcome
 
     async def _rolled_out(self, task: Task, client: SampleClient) -> Trajectory | SampleFailed:
         try:

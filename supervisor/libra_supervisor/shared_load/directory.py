@@ -1,6 +1,7 @@
 """The files of a shared-load directory. Blocking: call from a thread, the disk may be far away."""
 
 import os
+import stat
 from pathlib import Path
 
 import msgspec
@@ -60,8 +61,16 @@ class SharedDirectory:
 
 def _read(path: Path) -> RankLoad | None:
     try:
-        with path.open("rb") as file:
-            content = _decoder.decode(file.read(MAX_FILE_BYTES))
+        content = _decoder.decode(_bytes_of(path))
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return content if content.format == FORMAT else None
+
+
+def _bytes_of(path: Path) -> bytes:
+    """Read a regular file. Raises OSError, also for anything else that bears such a name."""
+    # Without O_NONBLOCK the opening of a fifo waits for a writer, for ever.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is not a regular file")
+        return file.read(MAX_FILE_BYTES)

@@ -68,6 +68,25 @@ def test_status_tells_of_the_run_and_of_every_child(running):
     assert seen[1] > seen[0]
 
 
+@pytest.mark.case("R-B19")
+def test_status_tells_of_each_engine_of_a_data_parallel_server(fake_run):
+    run = fake_run(total_steps=1_000_000)
+    run.env["FAKE_SERVER"] = '{"second_waits": 3}'
+    run.env["FAKE_STEP_S"] = "0.3"
+    run.start()
+    run.until_step(1)
+    run.until(lambda: child(run, "vllm-0")["num_queued"] == 3)
+    first, second = child(run, "vllm-0")["engines"]
+    assert (first["engine"], first["num_queued"], first["num_running"] is None) == ("0", 0, False)
+    assert second == {
+        "engine": "1",
+        "num_running": None,
+        "num_queued": 3,
+        "kv_use_fraction": None,
+    }
+    assert "  engine 1  ?" in run.call("status").stdout
+
+
 @pytest.mark.case("R-B29")
 def test_a_drained_engine_gets_nothing_until_it_is_undrained(running):
     run = running

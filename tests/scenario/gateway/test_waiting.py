@@ -216,3 +216,53 @@ async def test_the_kind_of_an_error_says_whom_to_blame(error, num_faults):
             await room.serve(request(), fail)
     assert len(scheduler.take_notices()) == (num_faults == 3)
     assert scheduler.num_in_flight() == 0
+
+
+async def test_what_is_taken_back_from_an_instance_is_placed_anew_and_none_is_lost():
+    scheduler = fleet_of(2, now=clock.now(), queue_deadline_s=20.0)
+    room, asked, answers = WaitingRoom(scheduler), [], []
+
+    async def ask(placement):
+        instance_id = placement.reservation.instance_id
+        asked.append(instance_id)
+        await clock.sleep(30.0)
+        placement.complete(7)
+        return instance_id
+
+    async def one():
+        answers.append(await room.serve(request(), ask))
+
+    async with anyio.create_task_group() as tg:
+        for _ in range(4):
+            tg.start_soon(one)
+        await trio.testing.wait_all_tasks_blocked()
+        assert sorted(asked) == ["i0", "i0", "i1", "i1"]
+        await clock.sleep(25.0)  # past the deadline of the first wait for a place
+        scheduler.drain_instance(InstanceId("i0"), True, clock.now())
+        assert room.give_back(InstanceId("i0")) == 2
+        await trio.testing.wait_all_tasks_blocked()
+        assert scheduler.num_in_flight(InstanceId("i0")) == 0
+    assert answers == ["i1"] * 4
+    assert scheduler.num_in_flight() == 0
+    assert room.give_back(InstanceId("i1")) == 0
+
+
+async def test_a_request_of_which_part_of_the_answer_is_out_stays_where_it_is():
+    scheduler = fleet_of(2, now=clock.now())
+    room, answers = WaitingRoom(scheduler), []
+
+    async def ask(placement):
+        placement.pin()
+        await clock.sleep(30.0)
+        placement.complete(7)
+        return placement.reservation.instance_id
+
+    async def one():
+        answers.append(await room.serve(request(), ask))
+
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(one)
+        await trio.testing.wait_all_tasks_blocked()
+        scheduler.drain_instance(InstanceId("i0"), True, clock.now())
+        assert room.give_back(InstanceId("i0")) == 0
+    assert answers == ["i0"]

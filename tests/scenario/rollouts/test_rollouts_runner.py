@@ -507,3 +507,30 @@ async def test_a_group_cannot_be_started_twice_or_without_a_runner(tmp_path):
         run.runner.start(admitted(0))
         with pytest.raises(InvariantError, match="started twice"):
             run.runner.start(admitted(0))
+
+
+async def test_a_sample_asked_for_again_begins_anew_and_ends_once(tmp_path):
+    class Stuck:
+        is_over = False
+
+        async def behave(self, request, progressed):
+            if "/s1/" in request.request_id and not self.is_over:
+                await hangs(request, progressed)
+            return await answers(request, progressed)
+
+    stuck = Stuck()
+    async with running(tmp_path, stuck.behave) as run:
+        run.runner.start(admitted(0))
+        await clock.sleep(50)
+        assert [e.trajectory.sample_index for e in run.of(SampleFinished)] == [0]
+        stuck.is_over = True
+        run.runner.ask_again(admitted(0).group_id, (0, 1))
+        await run.until_idle()
+        # What had ended is not done again, and nobody hears of a second start.
+        assert [e.trajectory.sample_index for e in run.of(SampleFinished)] == [0, 1]
+        assert len(run.of(SampleStarted)) == 2
+        assert run.of(SampleGaveUp) == []
+        assert run.fleet.attempts_of(admitted(0).group_id) == 3
+        run.runner.ask_again(admitted(0).group_id, (0, 1))
+        await clock.sleep(50)
+        assert len(run.of(SampleFinished)) == 2

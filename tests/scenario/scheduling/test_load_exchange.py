@@ -1,6 +1,8 @@
 """Ranks that exchange their load through a real directory, and through one that misbehaves."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -227,6 +229,36 @@ def test_readers_see_whole_files_while_other_processes_replace_them(tmp_path):
             writer.wait()
     assert min(seen["1"], seen["2"]) > 0
     assert [w.returncode for w in writers] == [0, 0]
+
+
+def bind_socket(path):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, bind_socket, lambda path: path.symlink_to("/dev/zero")]
+)
+def test_what_is_no_regular_file_is_left_out_and_keeps_nobody_waiting(tmp_path, make):
+    files = SharedDirectory(tmp_path, rank="0", writer="w")
+    content = RankLoad(format=FORMAT, rank="0", writer="w", sequence=1, written_at_ns=0, load=())
+    files.write(content)
+    make(tmp_path / "load_1.json")
+    assert files.read() == {"0": content}
+
+
+def test_a_fifo_is_no_file_even_when_something_comes_out_of_it(tmp_path):
+    files = SharedDirectory(tmp_path, rank="0", writer="w")
+    content = RankLoad(format=FORMAT, rank="1", writer="w", sequence=1, written_at_ns=0, load=())
+    path = tmp_path / "load_1.json"
+    os.mkfifo(path)
+    both_ends = os.open(path, os.O_RDWR)
+    try:
+        os.write(both_ends, msgspec.json.encode(content))
+        assert files.read() == {}
+    finally:
+        os.close(both_ends)
 
 
 class Rank:

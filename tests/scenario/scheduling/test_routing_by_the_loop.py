@@ -8,6 +8,7 @@ from libra import clock
 from libra.ids import Incarnation, InstanceId
 from libra.scheduling.scheduler import Scheduler
 from libra_supervisor.app.routing import SchedulerRouting
+from libra_supervisor.gateway.waiting import WaitingRoom
 
 pytestmark = pytest.mark.anyio
 INSTANCES = tuple(InstanceId(f"vllm-{k}") for k in range(3))
@@ -28,7 +29,7 @@ class OneDegree:
 
 def started(version):
     scheduler = Scheduler(scheduling(prefix_affinity=True))
-    routing = SchedulerRouting(scheduler, OneDegree())
+    routing = SchedulerRouting(scheduler, OneDegree(), WaitingRoom(scheduler))
     come_up(routing, "first", version, is_planned=False)
     return scheduler, routing
 

@@ -49,3 +49,24 @@ def test_a_comparison_names_every_scenario(capsys):
     text = capsys.readouterr().out
     for scenario in ("colocated", "static 24+24, TP1", "planned", "mixed TP, lengths known"):
         assert scenario in text
+
+
+def test_a_drift_file_is_run_on_plans_that_stay_and_one_that_follows(capsys, tmp_path):
+    drift = tmp_path / "drift.jsonl"
+    phase = {"prompt_tokens": 256, "response_mean_tokens": 4000, "response_sigma": 0.8}
+    lines = [phase | {"from_step": 0}, phase | {"from_step": 3, "response_mean_tokens": 500}]
+    drift.write_text("\n".join(json.dumps(line) for line in lines))
+    arguments = ["simulate", CONFIG, *SMALL, "--steps", "6", "--drift", str(drift)]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    for shown in ("static", "planned at start", "elastic", "best kept", "regret of elastic"):
+        assert shown in text
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_changes"] == 1
+    assert found["regret_fraction"] == found["elastic"]["total_s"] / found["best"]["total_s"] - 1
+
+
+def test_a_drift_file_that_is_not_there_is_refused(capsys):
+    assert main(["simulate", CONFIG, *SMALL, "--drift", "/nowhere/drift.jsonl"]) == 2
+    assert "/nowhere/drift.jsonl: cannot be read" in capsys.readouterr().err

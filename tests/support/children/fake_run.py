@@ -2,9 +2,10 @@
 
 fake_run.py VERB ARGUMENTS...
 
-SIGUSR2 stalls the event loop.
+SIGUSR2 stalls the event loop. With FAKE_RUN_TRAINER=real in the environment the trainer is real.
 """
 
+import os
 import signal
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+import wanted_plans
 from libra_supervisor.app import builder, engine
 from libra_supervisor.cli import main
 
@@ -32,10 +34,12 @@ def stall(_signum, _frame):
 
 
 signal.signal(signal.SIGUSR2, stall)
+wanted_plans.listen()
 engine.server_spec = fake_server_spec
-builder.GangSite = partial(
-    builder.GangSite,
-    launcher=(sys.executable, str(HERE / "fake_torchrun.py")),
-    program=(str(HERE / "fake_trainer.py"),),
-)
+if os.environ.get("FAKE_RUN_TRAINER") != "real":
+    builder.GangSite = partial(
+        builder.GangSite,
+        launcher=(sys.executable, str(HERE / "fake_torchrun.py")),
+        program=(str(HERE / "fake_trainer.py"),),
+    )
 sys.exit(main())

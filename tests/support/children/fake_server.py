@@ -4,8 +4,10 @@
 
 It says a line every tenth of a second, so that a log that goes on can be told from one that ended.
 FAKE_SERVER is JSON: {"start_s": S} is how long the first process of the instance takes to answer,
+{"slow": {INSTANCE: S}} the same for one of them,
 {"ignores_sigterm": true} makes it deaf, with {"hides": true} it has a
-descendant in a session of its own, as an engine behind an API server.
+descendant in a session of its own, as an engine behind an API server. {"second_waits": N} gives it
+a second engine in which N requests wait.
 """
 
 import json
@@ -17,10 +19,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 
 from fake_vllm import FakeVllm
+from libra.serving.launch import wait_for_go
 from libra.storage.manifests import read_manifest
 from libra.wire.instance import (
+    GO_FILE_VARIABLE,
     INCARNATION_VARIABLE,
     INSTANCE_ID_VARIABLE,
     RUN_ID_VARIABLE,
@@ -47,12 +52,16 @@ async def main():
     server.incarnation = os.environ[INCARNATION_VARIABLE]
     server.port = int(port)
     server.token_delay_s = 0.002
+    server.second_engine_waits = switches.get("second_waits")
     if switches.get("hides"):
         subprocess.Popen(["sleep", "3600"], start_new_session=True)
     if served:
         manifest, server.manifest_hash = read_manifest(Path(served[0]))
         server.version = manifest.policy_version
-    await anyio.sleep(switches.get("start_s", 0.0))
+    if go_file := os.environ.get(GO_FILE_VARIABLE):
+        await anyio.to_thread.run_sync(wait_for_go, Path(go_file))
+    slow = switches.get("slow", {})
+    await anyio.sleep(slow.get(server.instance_id, switches.get("start_s", 0.0)))
     await server._listen()
     with anyio.open_signal_receiver(signal.SIGTERM) as signals:
         async with anyio.create_task_group() as tasks:

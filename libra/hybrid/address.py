@@ -1,0 +1,43 @@
+"""Where a head listens, and what a member says about itself when it comes in."""
+
+import socket
+from typing import Annotated
+
+import msgspec
+
+from libra import clock
+from libra.errors import PeerError
+from libra.hybrid.channel import Channel
+from libra.ids import ReplicaId
+from libra.wire.hybrid import LaneAddress
+
+
+class LaneHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The text of a HELLO frame."""
+
+    replica_id: Annotated[ReplicaId, msgspec.Meta(max_length=64)]
+    lane: int
+    """The member's rank within its replica."""
+
+    layout_hash: Annotated[str, msgspec.Meta(max_length=64)]
+    """Of the parameters' names and shapes on this lane."""
+
+    step: int
+    """The next step that its weights are ready for."""
+
+    digest: Annotated[int, msgspec.Meta(ge=0)]
+    """Of these weights."""
+
+
+def connected(address: LaneAddress, *, deadline: float) -> tuple[Channel, bool]:
+    """Connect; also whether memory can be shared. Raises PeerError when nobody listens."""
+    kind = socket.AF_UNIX if address.unix else socket.AF_INET
+    connection = socket.socket(kind, socket.SOCK_STREAM)
+    connection.settimeout(max(0.01, deadline - clock.monotonic()))
+    try:
+        where = "\0" + address.unix if address.unix else (address.host, address.port)
+        connection.connect(where)
+    except OSError as error:
+        connection.close()
+        raise PeerError(f"no lane at {address}: {error}") from error
+    return Channel(connection), bool(address.unix)

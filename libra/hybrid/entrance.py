@@ -1,0 +1,171 @@
+"""Where members come in: nothing of what they say is read before they have proved the key."""
+
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, TypeAlias
+
+import msgspec
+
+from libra import clock
+from libra.errors import PeerError
+from libra.hybrid import proof
+from libra.hybrid.address import LaneHello
+from libra.hybrid.channel import Channel, SharedValues
+from libra.hybrid.header import (
+    HEADER_BYTES,
+    MAX_TEXT_BYTES,
+    FrameKind,
+    Header,
+    Limits,
+    decode_header,
+    encode_header,
+)
+from libra.hybrid.terms import LaneTerms
+from libra.wire.hybrid import LaneAddress
+
+PROVE_WITHIN_S: Final = 5.0
+MAX_STRANGERS: Final = 16
+"""Connections at once that have not proved anything yet."""
+
+_UCRED: Final = struct.Struct("3i")
+
+Shared: TypeAlias = tuple[SharedValues, SharedValues]
+Admit: TypeAlias = Callable[[Channel, LaneHello, Shared | None, Callable[[], None]], None]
+"""Takes a proved member in, calling the last argument to welcome it. Raises PeerError to refuse."""
+
+
+class Entrance:
+    """The listening sockets of one head, with a thread for each and for everyone who comes."""
+
+    def __init__(
+        self,
+        terms: LaneTerms,
+        *,
+        key: bytes,
+        lane: int,
+        layout_hash: str,
+        host: str,
+        admit: Admit,
+    ) -> None:
+        self._terms, self._key, self._admit = terms, key, admit
+        self._lane, self._layout_hash = lane, layout_hash
+        self._num_strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        name = f"libra-{os.getpid()}-lane-{lane}-{secrets.token_hex(8)}"
+        unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # Without a file: nothing to clean up after a rank that was killed.
+        unix.bind("\0" + name)
+        unix.listen()
+        self._listeners = [unix]
+        self.unix_address = LaneAddress(unix=name)
+        self.tcp_address: LaneAddress | None = None
+        if host:
+            self._listeners.append(socket.create_server((host, 0)))
+            port = self._listeners[-1].getsockname()[1]
+            self.tcp_address = LaneAddress(host=host, port=port)
+        for listener in self._listeners:
+            threading.Thread(
+                target=self._accept, args=(listener,), name="lane-entrance", daemon=True
+            ).start()
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            with suppress(OSError):  # it was closed already
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except ConnectionAbortedError:
+                continue
+            except OSError:
+                return  # closed
+            if not self._num_strangers.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(
+                target=self._receive, args=(connection,), name="lane-proof", daemon=True
+            ).start()
+
+    def _receive(self, connection: socket.socket) -> None:
+        channel = Channel(connection)
+        try:
+            is_unix = connection.family == socket.AF_UNIX
+            if is_unix:
+                _check_user(connection)
+            hello = self._proved(channel)
+            shared = self._memory() if is_unix else None
+            self._admit(channel, hello, shared, lambda: self._welcome(channel, shared))
+        except PeerError as error:
+            # A stranger; or a member, which has been told why.
+            print(f"lane {self._lane}: not let in: {error}", flush=True)  # noqa: T201
+            channel.close()
+        finally:
+            self._num_strangers.release()
+
+    def _proved(self, channel: Channel) -> LaneHello:
+        """Who it is, once it has proved the key. Raises PeerError."""
+        deadline = clock.monotonic() + PROVE_WITHIN_S
+        head_nonce = proof.new_nonce()
+        channel.send(head_nonce, deadline=deadline)
+        answer = channel.receive(proof.ANSWER_BYTES, deadline=deadline)
+        member_nonce, shown = answer[: proof.NONCE_BYTES], answer[proof.NONCE_BYTES :]
+        nonces = {"head_nonce": head_nonce, "member_nonce": member_nonce}
+        proof.check_proof(shown, self._key, "member", **nonces)
+        channel.send(proof.proof(self._key, "head", **nonces), deadline=deadline)
+        return self._hello(channel, deadline)
+
+    def _hello(self, channel: Channel, deadline: float) -> LaneHello:
+        limits = Limits(
+            run_hash=self._terms.run_hash,
+            count=self._terms.count,
+            kinds=frozenset({FrameKind.HELLO}),
+            is_shared=False,
+        )
+        header = decode_header(channel.receive(HEADER_BYTES, deadline=deadline), limits)
+        text = channel.receive(header.length, deadline=deadline)
+        try:
+            hello = msgspec.json.decode(text, type=LaneHello)
+        except msgspec.MsgspecError as error:
+            raise PeerError(f"a hello that cannot be read: {error}") from error
+        wanted = (self._lane, self._layout_hash, self._terms.count)
+        if (hello.lane, hello.layout_hash, header.count) != wanted:
+            self.refuse(channel, f"lane {self._lane} is for another part of another model")
+        return hello
+
+    def refuse(self, channel: Channel, reason: str) -> None:
+        """Tell a member why it is not let in, and raise PeerError."""
+        text = reason.encode()[:MAX_TEXT_BYTES]
+        header = self._header(FrameKind.REFUSED, length=len(text))
+        channel.send(header + text, deadline=clock.monotonic() + PROVE_WITHIN_S)
+        raise PeerError(reason)
+
+    def _memory(self) -> Shared:
+        count = self._terms.count
+        return SharedValues.create(count), SharedValues.create(count)
+
+    def _welcome(self, channel: Channel, shared: Shared | None) -> None:
+        deadline = clock.monotonic() + PROVE_WITHIN_S
+        header = self._header(FrameKind.WELCOME)
+        if shared is None:
+            channel.send(header, deadline=deadline)
+            return
+        channel.send_with(header, [one.descriptor for one in shared], deadline=deadline)
+        for one in shared:
+            one.close_descriptor()
+
+    def _header(self, kind: FrameKind, *, length: int = 0) -> bytes:
+        return encode_header(Header(kind=kind, run_hash=self._terms.run_hash, length=length))
+
+
+def _check_user(connection: socket.socket) -> None:
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    _, user, _ = _UCRED.unpack(found)
+    if user != os.geteuid():
+        raise PeerError(f"a process of user {user}")

@@ -1,0 +1,48 @@
+"""Until nothing is in flight at an instance that is to leave."""
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import anyio
+from anyio.abc import TaskGroup
+
+from libra import clock
+from libra.ids import InstanceId
+from libra.scheduling.scheduler import Scheduler
+from libra_supervisor.events import InstanceDrained
+from libra_supervisor.gateway.waiting import WaitingRoom
+
+POLL_S: Final = 0.05
+
+
+class DrainWatch:
+    """Posts InstanceDrained for every drain that was begun and not ended."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        room: WaitingRoom,
+        post: Callable[[InstanceDrained], Awaitable[None]],
+    ) -> None:
+        self._scheduler = scheduler
+        self._room = room
+        self._post = post
+        self._scope_of: dict[InstanceId, anyio.CancelScope] = {}
+
+    def begin(self, instance_id: InstanceId, *, tasks: TaskGroup, gives_back: bool) -> None:
+        """Nothing new is placed there any more. `gives_back`: what is there is placed anew."""
+        if gives_back:
+            self._room.give_back(instance_id)
+        self.end(instance_id)
+        self._scope_of[instance_id] = scope = anyio.CancelScope()
+        tasks.start_soon(self._watch, instance_id, scope)
+
+    def end(self, instance_id: InstanceId) -> None:
+        if (scope := self._scope_of.pop(instance_id, None)) is not None:
+            scope.cancel()
+
+    async def _watch(self, instance_id: InstanceId, scope: anyio.CancelScope) -> None:
+        with scope:
+            while self._scheduler.num_in_flight(instance_id):
+                await clock.sleep(POLL_S)
+            await self._post(InstanceDrained(instance_id))

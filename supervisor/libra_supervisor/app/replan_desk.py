@@ -1,0 +1,274 @@
+"""Where a running plan is looked at: after steps, and when an operator asks.
+
+Steps are shown to the Replanner in the loop, the search runs in a thread, and every look has its
+line in reconfigurations.jsonl before anything follows from it.
+"""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from math import inf
+from typing import Never
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from libra import clock
+from libra.config.run import RunConfig
+from libra.planner.calibration import Calibration
+from libra.planner.matching import next_number_after
+from libra.planner.plan import Plan, plan_in_words
+from libra.planner.replan import Keep, Question, Replanner, Switch, Verdict, answer
+from libra.planner.replan_observed import StepObserved
+from libra.pools.change_policy import Refusal, judged, matched_by
+from libra.scheduling.explanation import InstanceView
+from libra.tracing.log import get_log
+from libra.wire.api import VerbReply
+from libra_supervisor.events import Event, ReconfigurationEnded, ReconfigurationWanted
+from libra_supervisor.loop.commands import Command, WriteStep
+from libra_supervisor.loop.control import Control
+from libra_supervisor.records.reconfiguration import DecisionRecord, Line
+
+_log = get_log()
+
+NOT_ENABLED = "runtime_dynamic_reconfiguration_enabled is false: the plan stays as it is"
+
+
+class DeskPorts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the desk reads and whom it tells."""
+
+    control: Control
+    book: Callable[[], Calibration | None]
+    """The model's correction as it is now."""
+
+    instances: Callable[[], Sequence[InstanceView]]
+    write: Callable[[Line], None]
+    """Blocks."""
+
+    post: Callable[[Event], Awaitable[None]]
+
+
+class Outcomes(msgspec.Struct, kw_only=True):
+    """Counts since the process began."""
+
+    num_decisions: Counter[str] = msgspec.field(default_factory=Counter)
+    """By verdict."""
+
+    num_ended: Counter[str] = msgspec.field(default_factory=Counter)
+    """Changes by outcome, whoever wanted them."""
+
+    last: DecisionRecord | None = None
+    last_ended: ReconfigurationEnded | None = None
+
+
+class ReplanDesk:
+    """One look at a time. Only the loop and its tasks call it."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        replanner: Replanner,
+        ports: DeskPorts,
+        *,
+        last_decision_id: int,
+        started_at: float,
+    ) -> None:
+        """`config` is the run's. Ids of decisions go on from `last_decision_id`."""
+        self.outcomes = Outcomes()
+        self._config, self._replanner, self._ports = config, replanner, ports
+        self._num_gpus = replanner.num_gpus
+        self._last_id = last_decision_id
+        self._started_at = started_at
+        self._step = 0
+        self._step_s = 0.0
+        self._pending_id: int | None = None
+        self._is_looking = anyio.Lock()
+        self._stepped = anyio.Event()
+
+    @property
+    def last_in_words(self) -> str:
+        """For people; empty before the first look."""
+        last = self.outcomes.last
+        if last is None:
+            return ""
+        return f"{_taken(last)} after step {last.step}: {last.reason}"
+
+    async def run(self) -> Never:
+        """Look after steps, when there is reason to, until cancelled."""
+        while True:
+            await self._stepped.wait()
+            self._stepped = anyio.Event()
+            if self._may_look():
+                await self._look(is_asked=False, is_dry_run=False)
+
+    def on_command(self, command: Command) -> None:
+        """Take in a step that ended."""
+        if isinstance(command, WriteStep):
+            seen = self._seen(command)
+            self._step, self._step_s = seen.step, seen.step_s
+            self._replanner.on_step(seen)
+            self._stepped.set()
+
+    def on_event(self, event: Event) -> None:
+        """Learn how a change went that this desk wanted."""
+        if not isinstance(event, ReconfigurationEnded):
+            return
+        self.outcomes.num_ended[event.outcome] += 1
+        self.outcomes.last_ended = event
+        if event.decision_id == self._pending_id:
+            self._pending_id = None
+            self._replanner.on_switched(
+                event.stalled_s,
+                clock.now(),
+                ok=event.outcome == "done",
+                is_refused=event.outcome == "refused",
+            )
+
+    async def ask(self, *, is_dry_run: bool) -> VerbReply:
+        """An operator's look, now; unless it is a dry run, what it finds worth it is done."""
+        planner = self._config.global_resource_planner
+        if not is_dry_run and not planner.runtime_dynamic_reconfiguration_enabled:
+            return VerbReply(ok=False, message=f"{NOT_ENABLED}; --dry-run shows what would be done")
+        if not is_dry_run and self._is_busy:
+            return VerbReply(ok=False, message="a change of the plan is under way")
+        record, verdict = await self._look(is_asked=True, is_dry_run=is_dry_run)
+        return VerbReply(
+            ok=True,
+            message=_answer(record),
+            details=msgspec.to_builtins(record) | {"plan_wanted": _wanted(verdict)},
+        )
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._pending_id is not None or self._ports.control.plans.is_busy
+
+    def _may_look(self) -> bool:
+        planner = self._config.global_resource_planner
+        is_on = planner.runtime_dynamic_reconfiguration_enabled
+        return is_on and not self._is_busy and self._replanner.due(clock.now())
+
+    async def _look(self, *, is_asked: bool, is_dry_run: bool) -> tuple[DecisionRecord, Verdict]:
+        async with self._is_looking:
+            plans = self._ports.control.plans
+            if self._config.global_resource_planner.runtime_online_replanning:
+                self._replanner.book = self._ports.book()
+            self._replanner.num_gpus = self._num_gpus - len(plans.lost)
+            question = self._replanner.question(
+                plans.plan,
+                clock.now(),
+                self._steps_left(),
+                is_asked=is_asked,
+                why_not=self._why_not(),
+            )
+            verdict = await anyio.to_thread.run_sync(answer, question)
+            # The run went on meanwhile, and somebody else may have begun a change.
+            is_dry_run = is_dry_run or self._is_busy
+            record = self._record(question, verdict, is_dry_run=is_dry_run)
+            await anyio.to_thread.run_sync(self._ports.write, record)
+            self._note(record)
+            if isinstance(verdict, Switch) and not is_dry_run:
+                self._pending_id = record.decision_id
+                self._replanner.on_switch_begun(verdict)
+                await self._ports.post(
+                    ReconfigurationWanted(record.decision_id, verdict.plan, verdict.reason)
+                )
+        return record, verdict
+
+    def _why_not(self) -> Callable[[Plan], str]:
+        """What the changing part would say of a plan, from where the run stands now."""
+        plans, pool = self._ports.control.plans, self._ports.control.pool
+        plan, ground = plans.plan, plans.ground(pool, plans.plan.instances)
+        # What is only written down has to be possible all the same.
+        policy = msgspec.structs.replace(plans.policy, is_plan_only=False)
+
+        def why_not(wanted: Plan) -> str:
+            if not policy.is_enabled:
+                return ""
+            if why := plans.why_not(wanted):
+                return why
+            found = matched_by(policy, plan, wanted, next_number=next_number_after(plan))
+            judgement = judged(policy, ground, plan, found)
+            return judgement.reason if isinstance(judgement, Refusal) else ""
+
+        return why_not
+
+    def _record(self, question: Question, verdict: Verdict, *, is_dry_run: bool) -> DecisionRecord:
+        self._last_id += 1
+        wanted = verdict.candidate if isinstance(verdict, Keep) else verdict.plan
+        return DecisionRecord(
+            decision_id=self._last_id,
+            wall_time_ns=clock.wall_ns(),
+            step=self._step,
+            verdict="keep" if isinstance(verdict, Keep) else "switch",
+            switch_kind="" if isinstance(verdict, Keep) else verdict.kind,
+            reason=verdict.reason,
+            numbers=verdict.numbers,
+            plan=plan_in_words(question.plan),
+            candidate="" if wanted is None else plan_in_words(wanted),
+            is_dry_run=is_dry_run,
+        )
+
+    def _note(self, record: DecisionRecord) -> None:
+        self.outcomes.last = record
+        self.outcomes.num_decisions[record.verdict] += 1
+        _log.info(
+            "plan_looked_at",
+            decision_id=record.decision_id,
+            verdict=record.verdict,
+            reason=record.reason,
+            is_dry_run=record.is_dry_run,
+        )
+
+    def _steps_left(self) -> float:
+        """By the steps that were asked for, and by the time that is allowed."""
+        control = self._config.control
+        left = inf if control.total_steps is None else float(control.total_steps - self._step)
+        if control.max_run_s is not None and self._step_s > 0:
+            left_s = self._started_at + control.max_run_s - clock.now()
+            left = min(left, left_s / self._step_s)
+        return max(0.0, left)
+
+    def _seen(self, command: WriteStep) -> StepObserved:
+        record = command.record
+        views = self._ports.instances()
+        bound = self._config.rollout.max_head_offpolicyness
+        queued = [view.num_queued for view in views if view.num_queued is not None]
+        kv_use = [view.kv_use_fraction for view in views if view.kv_use_fraction is not None]
+        num_in_flight = sum(view.own_requests for view in views)
+        return StepObserved(
+            step=record.step,
+            lengths=command.finished,
+            step_s=record.step_s,
+            trainer_idle_fraction=_share(record.rollout_wait_s, record.step_s),
+            rollout_idle_fraction=1.0 - _share(record.rollout_s, record.step_s),
+            staleness_fraction=_share(record.staleness_mean, bound) if 0 < bound < inf else None,
+            queued_fraction=_share(sum(queued), num_in_flight) if queued else None,
+            kv_use_fraction=sum(kv_use) / len(kv_use) if kv_use else None,
+        )
+
+
+def _share(part: float, whole: float) -> float:
+    return max(0.0, min(1.0, part / whole)) if whole > 0 else 0.0
+
+
+def _taken(record: DecisionRecord) -> str:
+    if record.verdict == "keep":
+        return "plan kept"
+    return "switch found worth it" if record.is_dry_run else "switch decided"
+
+
+def _answer(record: DecisionRecord) -> str:
+    """What `replan` prints: verdict, plans, reason, and every number under its name."""
+    lines = [
+        f"{_taken(record)} (decision {record.decision_id}, after step {record.step})",
+        f"in force:  {record.plan}",
+        f"candidate: {record.candidate or 'none'}",
+        f"because:   {record.reason}",
+        *(f"  {name} {value:.6g}" for name, value in record.numbers.items()),
+    ]
+    return "\n".join(lines)
+
+
+def _wanted(verdict: Verdict) -> object:
+    plan = verdict.candidate if isinstance(verdict, Keep) else verdict.plan
+    return msgspec.to_builtins(plan)

@@ -1,0 +1,115 @@
+"""The gangs of hybrid replicas: each is started once, and gone when it is lost or told to leave."""
+
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+import anyio
+from anyio.abc import TaskGroup
+
+from libra.hybrid.proof import write_key
+from libra.ids import ReplicaId
+from libra.planner.plan import HybridPlacement
+from libra.storage.atomic import discard_directory
+from libra.wire.rank import RankCommand, TrainStep
+from libra_supervisor import events
+from libra_supervisor.app.rank_mail import RankMail
+from libra_supervisor.loop.hybrid_desk import LANE_KEY
+from libra_supervisor.ports import Shards
+from libra_supervisor.ranks.gang import Gang, GangEvent
+from libra_supervisor.run_directory import RunDirectory
+
+_ONLY_ATTEMPT = 1
+
+Hear: TypeAlias = Callable[[GangEvent], Awaitable[None]]
+Make: TypeAlias = Callable[[HybridPlacement, Hear], Gang]
+"""A gang on the placement's slots that is never restarted, and tells what happens to it."""
+
+
+def make_lane_key(directory: RunDirectory) -> None:
+    """A new key for the lanes; what an earlier supervisor left of replicas is thrown away."""
+    if directory.hybrid.exists():
+        discard_directory(directory.hybrid)
+    directory.hybrid.mkdir(mode=0o700)
+    write_key(directory.hybrid / LANE_KEY)
+
+
+class Replicas:
+    """`libra_supervisor.ports.Replicas` over gangs in `tasks`."""
+
+    def __init__(self, make: Make, post: Callable[[events.Event], Awaitable[None]]) -> None:
+        self._make = make
+        self._post = post
+        self._running: dict[ReplicaId, _Replica] = {}
+        self._begun: list[TaskGroup] = []
+
+    def begin(self, tasks: TaskGroup) -> None:
+        """Gangs are started in `tasks` from now on."""
+        self._begun = [tasks]
+
+    def start(self, placement: HybridPlacement) -> None:
+        replica = _Replica(placement, self._make, self._post)
+        self._running[placement.replica_id] = replica
+        (tasks,) = self._begun
+        tasks.start_soon(self._run, replica)
+
+    def stop(self, replica_id: ReplicaId) -> None:
+        if (replica := self._running.get(replica_id)) is not None:
+            replica.gang.stop()
+
+    def stop_all(self) -> None:
+        """Also in a hurry, when it is called again."""
+        for replica in self._running.values():
+            replica.gang.stop()
+
+    async def until_down(self) -> None:
+        for replica in tuple(self._running.values()):
+            await replica.gang.until_down()
+
+    def tell(self, replica_id: ReplicaId, command: RankCommand) -> None:
+        if (replica := self._running.get(replica_id)) is not None:
+            replica.mail.tell_all(_ONLY_ATTEMPT, command)
+
+    def train(self, replica_id: ReplicaId, command: TrainStep, shards: Shards) -> None:
+        if (replica := self._running.get(replica_id)) is not None:
+            replica.mail.train(_ONLY_ATTEMPT, command, shards)
+
+    async def _run(self, replica: "_Replica") -> None:
+        await replica.run()
+        del self._running[replica.replica_id]
+        await self._post(events.ReplicaDown(replica.replica_id, replica.reason))
+
+
+class _Replica:
+    """One gang, its mail, and why it ended."""
+
+    def __init__(
+        self,
+        placement: HybridPlacement,
+        make: Make,
+        post: Callable[[events.Event], Awaitable[None]],
+    ) -> None:
+        self.replica_id = placement.replica_id
+        self.reason = "it was told to leave"
+        self._post = post
+        self.gang = make(placement, self._hear)
+        self.mail = RankMail(self.gang)
+
+    async def run(self) -> None:
+        """Until all its processes are gone."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.mail.run)
+            await self.gang.run()
+            tasks.cancel_scope.cancel()
+
+    async def _hear(self, event: GangEvent) -> None:
+        match event:
+            case events.GangReady():
+                await self._post(events.ReplicaReady(self.replica_id))
+            case events.RankSaid(event=said):
+                await self._post(events.ReplicaSaid(self.replica_id, said))
+            case events.GangGaveUp(reason=reason):
+                self.reason = reason
+            case events.ChildUnkillable(detail=detail):
+                self.reason = f"processes of it do not end: {detail}"
+            case _:
+                pass  # the life of a child, which is told when it is over

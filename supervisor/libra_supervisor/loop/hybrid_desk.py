@@ -1,0 +1,246 @@
+"""Hybrid replicas between the plan, the core and their own gangs. Pure.
+
+The machine `libra.pools.hybrid` says who takes part. Here that becomes messages to ranks: lanes
+are opened at the core, snapshots are taken and thrown away, replicas are told to join and follow.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final, TypeAlias, assert_never
+
+import msgspec
+
+from libra.errors import InvariantError
+from libra.ids import ReplicaId, RunId
+from libra.planner.plan import HybridPlacement
+from libra.pools import hybrid
+from libra.pools.hybrid import BegunStep, HybridPool, HybridState
+from libra.rollouts.batch import BatchShape
+from libra.wire.hybrid import (
+    CoreJoined,
+    FollowStep,
+    JoinCore,
+    LaneAddress,
+    LaneOpened,
+    OpenLanes,
+    StepFollowed,
+)
+from libra.wire.rank import RankEvent, StepTrained
+from libra_supervisor import events
+from libra_supervisor.loop import commands
+from libra_supervisor.loop.commands import Command
+
+News: TypeAlias = events.HybridJoined | events.HybridLost | events.HybridLeft
+
+
+LANE_KEY: Final = "lanes.key"
+
+
+class HybridTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """What the desk needs of the configuration."""
+
+    run_id: RunId
+    directory: str
+    """For the lanes' key and for snapshots."""
+
+    replica_size: int
+    """Ranks of a replica."""
+
+    replica_data: int
+    """Data-parallel ranks of a replica; each gets a shard of its own."""
+
+    join_timeout_s: float
+    shape: BatchShape
+    """Of the core's batches."""
+
+    @property
+    def key_path(self) -> str:
+        return str(Path(self.directory, LANE_KEY))
+
+    def snapshot_of(self, step: int) -> str:
+        return str(Path(self.directory, f"step_{step:06d}"))
+
+
+class Done(msgspec.Struct, frozen=True):
+    """What follows from something."""
+
+    commands: tuple[Command, ...] = ()
+    news: tuple[News, ...] = ()
+
+
+class HybridDesk:
+    """Every `on_<event>` returns what follows."""
+
+    def __init__(self, terms: HybridTerms) -> None:
+        self.terms = terms
+        self.pool = HybridPool(join_timeout_s=terms.join_timeout_s)
+        self._placement_of: dict[ReplicaId, HybridPlacement] = {}
+        self._attempt = 0
+        self._is_core_ready = False
+        self._lanes: dict[int, LaneAddress] = {}
+        self._is_opening = False
+        self._joins: list[hybrid.Join] = []
+        """That wait for lanes."""
+
+        self._snapshots: set[int] = set()
+        self._heard: Counter[tuple[ReplicaId, str, int]] = Counter()
+        """Ranks of a replica that said the same."""
+
+    # What the plan wants
+
+    def attach(self, placement: HybridPlacement) -> tuple[Command, ...]:
+        """Start a replica; HybridJoined or HybridLost says how it went."""
+        if len(placement.slots) != self.terms.replica_size:
+            raise InvariantError(
+                f"{placement.replica_id} has {len(placement.slots)} slots, a replica has "
+                f"{self.terms.replica_size} ranks"
+            )
+        self._placement_of[placement.replica_id] = placement
+        return self._carried_out(self.pool.on_attach(placement.replica_id)).commands
+
+    def detach(self, replica_id: ReplicaId) -> tuple[Command, ...]:
+        """Have it leave at the next step boundary; HybridLeft says when its devices are free."""
+        return self._carried_out(self.pool.on_detach(replica_id)).commands
+
+    # What happens at the core
+
+    def on_core_begins(self, attempt: int) -> Done:
+        """Another gang is starting; the lanes of the one before are gone."""
+        self._attempt, self._is_core_ready, self._is_opening = attempt, False, False
+        self._lanes.clear()
+        self._joins.clear()
+        return self._carried_out(self.pool.on_core_lost())
+
+    def on_core_ready(self) -> None:
+        self._is_core_ready = True
+
+    def on_lane_opened(self, said: LaneOpened) -> Done:
+        self._lanes[said.lane] = said.unix
+        return Done(self._join_if_open())
+
+    def is_snapshot(self, directory: str) -> bool:
+        """Whether this is no checkpoint of the run, but a state for replicas."""
+        return Path(directory).parent == Path(self.terms.directory)
+
+    def on_snapshot_saved(self, step: int) -> Done:
+        return self._carried_out(self.pool.on_saved(step))
+
+    def on_step_begins(
+        self, step: int, mini_batches: tuple[int, ...]
+    ) -> tuple[BegunStep | None, Done]:
+        begun, ordered = self.pool.on_step_begins(step, mini_batches)
+        return begun, self._carried_out(ordered)
+
+    def on_trained(self, said: StepTrained) -> Done:
+        return self._carried_out(self.pool.on_trained(said.step, said.dropped))
+
+    def on_boundary(self, step: int, *, is_saving: bool) -> Done:
+        """The core holds v(step) and does not train: lanes are opened, a snapshot taken."""
+        if not self._is_core_ready:
+            return Done()
+        opened = self._open_lanes() if self.pool.ids_in(HybridState.JOINING) else ()
+        done = self._carried_out(self.pool.on_boundary(step=step, is_saving=is_saving))
+        return Done((*opened, *done.commands), done.news)
+
+    # What happens at a replica
+
+    def on_replica_ready(self, replica_id: ReplicaId, *, now: float) -> None:
+        self.pool.on_ready(replica_id, now=now)
+
+    def on_replica_said(self, replica_id: ReplicaId, said: RankEvent, *, now: float) -> Done:
+        """Only what all its ranks said counts."""
+        match said:
+            case CoreJoined(step=step):
+                if self._is_last(replica_id, "joined", step):
+                    return self._carried_out(self.pool.on_joined(replica_id, step, now=now))
+            case StepFollowed(step=step) | StepTrained(step=step):
+                if self._is_last(replica_id, "taken", step):
+                    self.pool.on_taken(replica_id, step)
+            case _:
+                pass  # what every gang's ranks say of themselves
+        return Done()
+
+    def on_replica_down(self, replica_id: ReplicaId, reason: str) -> Done:
+        """Its processes are gone."""
+        return self._carried_out(self.pool.on_down(replica_id, reason))
+
+    def on_tick(self, *, now: float) -> Done:
+        return self._carried_out(self.pool.on_tick(now=now))
+
+    # Inside
+
+    def _open_lanes(self) -> tuple[Command, ...]:
+        if self._is_opening:
+            return ()
+        self._is_opening = True
+        terms = self.terms
+        opening = OpenLanes(terms.run_id, terms.key_path, terms.replica_size)
+        return (commands.TellRanks(self._attempt, opening),)
+
+    def _join_if_open(self) -> tuple[Command, ...]:
+        if len(self._lanes) < self.terms.replica_size:
+            return ()
+        joins, self._joins = self._joins, []
+        return tuple(commands.TellReplica(it.replica_id, self._join_message(it)) for it in joins)
+
+    def _join_message(self, join: hybrid.Join) -> JoinCore:
+        return JoinCore(
+            run_id=self.terms.run_id,
+            replica_id=join.replica_id,
+            key_path=self.terms.key_path,
+            lanes=tuple(self._lanes[lane] for lane in range(self.terms.replica_size)),
+            snapshot=self.terms.snapshot_of(join.step),
+        )
+
+    def _is_last(self, replica_id: ReplicaId, what: str, step: int) -> bool:
+        key = (replica_id, what, step)
+        self._heard[key] += 1
+        if self._heard[key] < self.terms.replica_size:
+            return False
+        del self._heard[key]
+        return True
+
+    def _carried_out(self, ordered: Iterable[hybrid.Command | hybrid.News]) -> Done:
+        done: list[Command] = []
+        news: list[News] = []
+        for one in ordered:
+            match one:
+                case hybrid.Joined(replica_id):
+                    news.append(events.HybridJoined(replica_id))
+                case hybrid.Lost(replica_id, reason):
+                    news.append(events.HybridLost(replica_id, reason))
+                case hybrid.Left(replica_id):
+                    news.append(events.HybridLeft(replica_id))
+                case _:
+                    done += self._commands_for(one)
+        return Done((*done, *self._drop_snapshots()), tuple(news))
+
+    def _commands_for(self, ordered: hybrid.Command) -> tuple[Command, ...]:
+        match ordered:
+            case hybrid.StartReplica(replica_id):
+                return (commands.StartReplica(self._placement_of[replica_id]),)
+            case hybrid.StopReplica(replica_id, reason):
+                said = commands.Say("hybrid_stops", {"replica": replica_id, "why": reason})
+                return (said, commands.StopReplica(replica_id))
+            case hybrid.TakeSnapshot(step):
+                self._snapshots.add(step)
+                directory = self.terms.snapshot_of(step)
+                return (commands.TakeSnapshot(self._attempt, step, directory),)
+            case hybrid.Join():
+                self._joins.append(ordered)
+                return self._join_if_open()
+            case hybrid.Follow(replica_id, step, mini_batches, epoch):
+                follow = FollowStep(step, mini_batches, epoch)
+                return (commands.TellReplica(replica_id, follow),)
+            case _:
+                assert_never(ordered)
+
+    def _drop_snapshots(self) -> tuple[Command, ...]:
+        """Throw away what nobody is going to load any more."""
+        coming = self.pool.ids_in(HybridState.JOINING)
+        # The core is still writing the one that is being saved.
+        wanted = {self.pool[replica_id].snapshot for replica_id in coming} | {self.pool.saving}
+        doomed = sorted(self._snapshots - wanted)
+        self._snapshots -= set(doomed)
+        return tuple(commands.DropSnapshot(self.terms.snapshot_of(step)) for step in doomed)

@@ -1,0 +1,154 @@
+"""The plan in force, and the change that is under way, if any. Pure."""
+
+from typing import TYPE_CHECKING, Final, Protocol, get_args
+
+import msgspec
+
+from libra.config.rules import check_rules
+from libra.config.run import RunConfig
+from libra.errors import InvariantError
+from libra.ids import NodeRank, ReplicaId
+from libra.planner.applied import planned_config
+from libra.planner.matching import next_number_after
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, with_hybrids_in_core
+from libra.pools.change_policy import Policy, matched_by
+from libra.pools.ground import Ground, Server, Slot, Stage, plan_on
+from libra.pools.member import MemberState
+from libra.pools.pool import RolloutPool
+from libra.pools.transition import PHASE_OF
+from libra_supervisor.loop.commands import Command
+from libra_supervisor.loop.plan_memory import PlanMemory
+from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRecord
+
+if TYPE_CHECKING:
+    from libra.pools.reconfiguration import Order, Reconfiguration
+
+
+STALLED: Final = "stalled"
+
+
+class HybridPort(Protocol):
+    """Attaches and detaches hybrid replicas; HybridJoined, Left and Lost say how it went."""
+
+    def attach(self, placement: HybridPlacement) -> tuple[Command, ...]: ...
+
+    def detach(self, replica_id: ReplicaId) -> tuple[Command, ...]: ...
+
+
+class PlanDesk:
+    """At most one change at a time."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        policy: Policy,
+        *,
+        config: RunConfig,
+        memory: PlanMemory | None = None,
+        hybrids: HybridPort | None = None,
+    ) -> None:
+        """`config` is the run's, whichever plan is written into it.
+
+        `memory` is what an earlier supervisor of the run left, whose plan `plan` is then.
+        """
+        self.plan = plan
+        """In force; while a change is under way, the one before it."""
+
+        self.policy = policy
+        self.hybrids = hybrids
+        self.change: Reconfiguration | None = None
+        self.interrupted: Order | None = None
+        """A change that an earlier supervisor did not end."""
+
+        self.started_with = plan
+        self._config = config
+        self.num_by_outcome: dict[str, int] = dict.fromkeys(get_args(Outcome), 0)
+        """Of changes, refused ones included, since this supervisor began."""
+
+        self.seconds_by_phase: dict[str, float] = dict.fromkeys((*PHASE_OF.values(), STALLED), 0.0)
+        """What they took; `stalled` is how long the trainer stood still for them."""
+
+        self._next_number = next_number_after(plan)
+        self.lost: frozenset[Slot] = frozenset()
+        self._kept = memory
+        if memory is not None:
+            self._next_number = max(memory.next_number, self._next_number)
+            self.lost = frozenset((NodeRank(0), slot) for slot in memory.lost_slots)
+            self.interrupted = memory.order
+            if memory.order is not None:
+                self.plan = memory.order.old
+
+    @property
+    def is_busy(self) -> bool:
+        return self.change is not None or self.interrupted is not None
+
+    def as_carried_out(self, wanted: Plan) -> Plan:
+        """`wanted`, its replicas in the core where they have no lanes of their own."""
+        has_lanes = self._config.global_resource_planner.decouple_communication_domains
+        return wanted if has_lanes or not wanted.hybrids else with_hybrids_in_core(wanted)
+
+    def match(self, wanted: Plan) -> Plan:
+        """`wanted` in terms of the plan in force; its new ids are used up."""
+        matched = matched_by(self.policy, self.plan, wanted, next_number=self._next_number)
+        self._next_number = max(self._next_number, next_number_after(matched))
+        return matched
+
+    def renamed(self, plan: Plan) -> Plan:
+        """`plan` with fresh names for its replicas: they ended with the supervisor before."""
+        hybrids = []
+        for hybrid in plan.hybrids:
+            name = ReplicaId(f"hybrid-{self._next_number}")
+            self._next_number += 1
+            hybrids.append(msgspec.structs.replace(hybrid, replica_id=name))
+        return msgspec.structs.replace(plan, hybrids=tuple(hybrids))
+
+    def why_not(self, wanted: Plan) -> str:
+        """What keeps this run from any plan like `wanted`; empty when nothing does."""
+        if wanted.hybrids and self.hybrids is None:
+            return "this run cannot have hybrid replicas"
+        # As if it had been configured: batches have to divide, degrees to fit the model.
+        known = check_rules(planned_config(self._config, self.plan))
+        for problem in check_rules(planned_config(self._config, wanted)):
+            if problem not in known:
+                return f"{problem.path} {problem.what}"
+        return ""
+
+    def ground(self, pool: RolloutPool, placements: tuple[InstancePlacement, ...]) -> Ground:
+        """What holds devices now: those of `placements` that the pool has not given up."""
+        servers = []
+        for placement in placements:
+            member = pool.get(placement.instance_id)
+            if member is None or member.state is MemberState.GONE:
+                continue
+            # A weight reload is a pause of an instance that serves.
+            is_serving = member.state in (MemberState.SERVING, MemberState.RELOADING)
+            servers.append(Server(placement, Stage.SERVING if is_serving else Stage.STARTING))
+        return Ground(train=self.plan.train, servers=tuple(servers), lost=self.lost)
+
+    def plan_to_reshape(self) -> Plan:
+        """What the gang's next attempt reads as its configuration."""
+        if self.change is None:
+            raise InvariantError("the gang is to be started anew without a change of the plan")
+        return plan_on(self.change.ground, self.plan)
+
+    def count(self, record: ReconfigurationRecord) -> None:
+        """Add a change that has ended to the figures."""
+        self.num_by_outcome[record.outcome] += 1
+        self.seconds_by_phase[STALLED] += record.stalled_s
+        for phase, spent_s in record.phases.items():
+            self.seconds_by_phase[phase] += spent_s
+
+    def memory_if_changed(self) -> PlanMemory | None:
+        """What has to be written down now; None when that is so already."""
+        change = self.change
+        lost = self.lost if change is None else change.ground.lost
+        memory = PlanMemory(
+            plan=self.plan if change is None else plan_on(change.ground, self.plan),
+            next_number=self._next_number,
+            order=self.interrupted if change is None else change.order,
+            lost_slots=tuple(sorted(slot for _, slot in lost)),
+        )
+        if memory == self._kept:
+            return None
+        self._kept = memory
+        return memory

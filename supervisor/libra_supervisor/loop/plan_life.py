@@ -1,0 +1,416 @@
+"""What happens to the plan: a change is wanted, goes its way, and ends. Pure."""
+
+from collections.abc import Callable, Iterable
+from typing import assert_never
+
+import msgspec
+
+from libra.ids import InstanceId
+from libra.planner.plan import Plan
+from libra.pools.change_policy import Refusal, judged
+from libra.pools.ground import Hybrid
+from libra.pools.member import MemberState
+from libra.pools.reconfiguration import Order, Reconfiguration, Result
+from libra.pools.transition import (
+    AttachHybrid,
+    AwaitVersion,
+    AwaitWarm,
+    DetachHybrid,
+    Drain,
+    HoldStep,
+    ReleaseStep,
+    ReshapeTraining,
+    Start,
+    Stop,
+    Transition,
+    Undrain,
+    Warm,
+    in_words,
+)
+from libra_supervisor import events
+from libra_supervisor.loop import commands
+from libra_supervisor.loop.commands import Command
+from libra_supervisor.loop.moment import Moment
+from libra_supervisor.loop.run_state import RunState
+from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRecord
+
+_LOST = frozenset(
+    {
+        MemberState.STARTING,
+        MemberState.RESTARTING,
+        MemberState.QUARANTINED,
+        MemberState.STALE,
+    }
+)
+
+
+def on_plan(
+    state: RunState,
+    event: events.ReconfigurationWanted
+    | events.ReconfigurationEnded
+    | events.HybridJoined
+    | events.HybridLost
+    | events.HybridLeft,
+    at: Moment,
+) -> tuple[Command, ...]:
+    change = state.plans.change
+    match event:
+        case events.ReconfigurationWanted():
+            return _on_wanted(state, event, at)
+        case events.ReconfigurationEnded():
+            return ()
+        case events.HybridJoined(replica_id):
+            ordered = change.on_hybrid_joined(replica_id, now=at.now) if change else ()
+        case events.HybridLeft(replica_id):
+            ordered = change.on_hybrid_left(replica_id, now=at.now) if change else ()
+        case events.HybridLost(replica_id, why):
+            if change is None:
+                return _on_hybrid_lost(state, event)
+            ordered = change.on_hybrid_lost(replica_id, why, now=at.now)
+        case _:
+            assert_never(event)
+    return _carried_out(state, ordered, at)
+
+
+def on_instance(
+    state: RunState,
+    event: events.InstanceDrained | events.InstanceWarmed | events.InstanceRetired,
+    at: Moment,
+) -> tuple[Command, ...]:
+    change, instance_id = state.plans.change, event.instance_id
+    match event:
+        case events.InstanceDrained():
+            ordered = change.on_drained(instance_id, now=at.now) if change else ()
+        case events.InstanceWarmed():
+            ordered = change.on_warm(instance_id, now=at.now) if change else ()
+        case events.InstanceRetired(is_clean=is_clean):
+            state.pool.remove(instance_id)
+            state.publication.forget(instance_id)
+            ordered = _gone(change, instance_id, at, is_clean=is_clean)
+            forgotten = commands.ForgetInstance(instance_id)
+            return (forgotten, *_carried_out(state, ordered, at))
+        case _:
+            assert_never(event)
+    return _carried_out(state, ordered, at)
+
+
+def on_training_ready(state: RunState, at: Moment) -> tuple[Command, ...]:
+    change = state.plans.change
+    return () if change is None else _carried_out(state, change.on_training_ready(now=at.now), at)
+
+
+def on_training_failed(state: RunState, reason: str, at: Moment) -> tuple[Command, ...]:
+    change = state.plans.change
+    if change is None:
+        return ()
+    return _carried_out(state, change.on_training_failed(reason, now=at.now), at)
+
+
+def follow_change(state: RunState, at: Moment) -> tuple[Command, ...]:
+    """Tell the change under way what has become of servers and of the trainer."""
+    done = [*_resume(state, at)]
+    for notice in _notices(state):
+        change = state.plans.change
+        if change is None:
+            break
+        done += _carried_out(state, notice(change, at.now), at)
+    memory = state.plans.memory_if_changed() if state.plans.policy.is_enabled else None
+    return (*done, *([] if memory is None else [commands.KeepPlan(memory)]))
+
+
+# The begin
+
+
+def _on_wanted(
+    state: RunState, event: events.ReconfigurationWanted, at: Moment
+) -> tuple[Command, ...]:
+    plans = state.plans
+    plan = plans.as_carried_out(event.plan)
+    if why := _why_not_now(state) or plans.why_not(plan):
+        return _refused(state, event, Refusal(why), at)
+    wanted = plans.match(plan)
+    if wanted == plans.plan:
+        return _refused(state, event, Refusal("this plan is in force already"), at)
+    members = tuple(Hybrid(it, is_member=True) for it in plans.plan.hybrids)
+    ground = plans.ground(state.pool, plans.plan.instances)
+    ground = msgspec.structs.replace(ground, hybrids=members)
+    found = judged(plans.policy, ground, plans.plan, wanted)
+    if isinstance(found, Refusal):
+        return _refused(state, event, found, at)
+    order = Order(decision_id=event.decision_id, reason=event.reason, old=plans.plan, wanted=wanted)
+    plans.change = change = Reconfiguration(
+        order,
+        ground,
+        plans.policy.rules(wanted),
+        timeout_s=plans.policy.timeout_s,
+        now=at.now,
+    )
+    fields: dict[str, object] = {
+        "decision": event.decision_id,
+        "why": event.reason,
+        "transitions": [in_words(it) for it in found],
+    }
+    said = commands.Say("reconfiguration_begun", fields)
+    return (said, *_carried_out(state, change.begin(now=at.now), at))
+
+
+def _why_not_now(state: RunState) -> str:
+    if state.plans.is_busy:
+        return "another change of the plan is under way"
+    if state.publication.committed is None:
+        return "no version is served yet"
+    if state.cycle.stop_reason is not None:
+        return f"the run is stopping: {state.cycle.stop_reason}"
+    return ""
+
+
+def _resume(state: RunState, at: Moment) -> tuple[Command, ...]:
+    """Go on with what an earlier supervisor began, once a version is served again."""
+    plans = state.plans
+    order = plans.interrupted
+    if order is None or state.publication.committed is None:
+        return ()
+    plans.interrupted = None
+    if not plans.policy.is_enabled:
+        return ()
+    # Replicas ended with their supervisor: those of the plan before are not attached again.
+    old = msgspec.structs.replace(order.old, hybrids=())
+    order = msgspec.structs.replace(order, old=old, wanted=plans.renamed(order.wanted))
+    placements = {it.instance_id: it for it in (*order.old.instances, *order.wanted.instances)}
+    plans.change = change = Reconfiguration(
+        order,
+        msgspec.structs.replace(
+            plans.ground(state.pool, tuple(placements.values())), train=plans.started_with.train
+        ),
+        plans.policy.rules(order.wanted),
+        timeout_s=plans.policy.timeout_s,
+        now=at.now,
+    )
+    fields: dict[str, object] = {"decision": order.decision_id, "turned_by": order.turned_by}
+    said = commands.Say("reconfiguration_resumed", fields)
+    return (said, *_carried_out(state, change.begin(now=at.now), at))
+
+
+# On its way
+
+
+Notice = Callable[[Reconfiguration, float], tuple[Transition, ...]]
+
+
+def _notices(state: RunState) -> list[Notice]:
+    """What the change under way may not know yet."""
+    change = state.plans.change
+    if change is None:
+        return []
+    found: list[Notice] = []
+    for server in change.ground.servers:
+        member = state.pool.get(server.instance_id)
+        if member is not None:
+            found += _of_member(member.instance_id, member.state, member.last_error)
+    if state.cycle.is_held:
+        found.append(lambda it, now: it.on_step_held(now=now))
+    return found
+
+
+def _of_member(instance_id: InstanceId, state: MemberState, error: str) -> list[Notice]:
+    if state is MemberState.SERVING:
+        return [lambda it, now: it.on_serving(instance_id, now=now)]
+    if state is MemberState.GONE:
+        return [lambda it, now: it.on_gave_up(instance_id, error, now=now)]
+    if state in _LOST:
+        return [lambda it, now: it.on_lost(instance_id, now=now)]
+    return []
+
+
+def on_tick(state: RunState, at: Moment) -> tuple[Command, ...]:
+    change = state.plans.change
+    return () if change is None else _carried_out(state, change.on_tick(now=at.now), at)
+
+
+def _gone(
+    change: Reconfiguration | None, instance_id: InstanceId, at: Moment, *, is_clean: bool
+) -> tuple[Transition, ...]:
+    if change is None:
+        return ()
+    if is_clean:
+        return change.on_gone(instance_id, now=at.now)
+    return change.on_unkillable(instance_id, now=at.now)
+
+
+def _carried_out(state: RunState, ordered: Iterable[Transition], at: Moment) -> tuple[Command, ...]:
+    done: list[Command] = []
+    for transition in ordered:
+        done.append(commands.Say("transition", {"what": in_words(transition)}))
+        done += _commands_for(state, transition, at)
+    change = state.plans.change
+    if change is not None and change.result is not None:
+        done += _ended(state, change, change.result, at)
+    return tuple(done)
+
+
+def _commands_for(  # noqa: C901, PLR0911, PLR0912 - a table
+    state: RunState, transition: Transition, at: Moment
+) -> tuple[Command, ...]:
+    pool = state.pool
+    match transition:
+        case Warm(placements):
+            for it in placements:
+                pool.add(it.instance_id, it.tp, now=at.now, is_warming=True)
+            return tuple(commands.AddInstance(it, has_devices=False) for it in placements)
+        case Start(placements):
+            for it in placements:
+                member = pool.get(it.instance_id)
+                if member is None or member.state is MemberState.GONE:
+                    pool.add(it.instance_id, it.tp, now=at.now)
+                pool.on_given_devices(it.instance_id, now=at.now)
+            return tuple(commands.AddInstance(it, has_devices=True) for it in placements)
+        case Drain(instance_ids, gives_back):
+            return tuple(
+                command
+                for it in instance_ids
+                for command in (*_leave(state, it, at), commands.DrainInstance(it, gives_back))
+            )
+        case Undrain(instance_ids):
+            return tuple(command for it in instance_ids for command in _stay(state, it, at))
+        case Stop(instance_ids):
+            return tuple(
+                command
+                for it in instance_ids
+                for command in (*_leave(state, it, at), commands.RetireInstance(it))
+            )
+        case HoldStep():
+            state.cycle.hold()
+            return ()
+        case ReleaseStep():
+            state.cycle.release()
+            return ()
+        case ReshapeTraining():
+            state.ready_step = None
+            return state.follow(state.cycle.on_reshape_wanted(), at)
+        case AttachHybrid(placements):
+            port = state.plans.hybrids
+            return tuple(c for it in placements for c in port.attach(it)) if port else ()
+        case DetachHybrid(replica_ids):
+            port = state.plans.hybrids
+            return tuple(c for it in replica_ids for c in port.detach(it)) if port else ()
+        case AwaitVersion() | AwaitWarm():
+            return ()
+        case _:
+            assert_never(transition)
+
+
+def _leave(state: RunState, instance_id: InstanceId, at: Moment) -> tuple[Command, ...]:
+    """Nothing new goes there, and no reload waits for it."""
+    member = state.pool.get(instance_id)
+    if member is None or member.is_leaving_plan:
+        return ()
+    state.pool.on_leave_wanted(instance_id, now=at.now)
+    return (
+        commands.Unroute(instance_id, is_draining=True),
+        *state.publication.on_leaving(instance_id, at=at),
+    )
+
+
+def _stay(state: RunState, instance_id: InstanceId, at: Moment) -> tuple[Command, ...]:
+    kept = commands.KeepInstance(instance_id)
+    committed = state.publication.committed
+    serves = state.pool.on_stay_wanted(instance_id, committed=committed, now=at.now)
+    member = state.pool[instance_id]
+    if not serves or member.incarnation is None or committed is None:
+        return (kept,)
+    return (kept, commands.RouteTo(instance_id, member.incarnation, committed))
+
+
+# The end
+
+
+def _ended(
+    state: RunState, change: Reconfiguration, result: Result, at: Moment
+) -> tuple[Command, ...]:
+    plans, order = state.plans, change.order
+    plans.change = None
+    plans.lost = change.ground.lost
+    before, plans.plan = plans.plan, result.plan
+    record = _record(state, order.decision_id, result.outcome, result.reason, at)
+    record = msgspec.structs.replace(
+        record,
+        total_s=result.total_s,
+        stalled_s=result.stalled_s,
+        phases=result.phases,
+        transitions=result.transitions,
+        started=_beyond(result.plan, before),
+        stopped=_beyond(before, result.plan),
+        attached=tuple(it.replica_id for it in result.plan.hybrids if it not in before.hybrids),
+        detached=tuple(it.replica_id for it in before.hybrids if it not in result.plan.hybrids),
+    )
+    given_up = tuple(
+        commands.RetireInstance(it.instance_id)
+        for it in state.pool.members
+        if it.state is MemberState.GONE
+    )
+    return (*given_up, commands.WritePlan(result.plan), *_told(state, record))
+
+
+def _refused(
+    state: RunState, event: events.ReconfigurationWanted, refusal: Refusal, at: Moment
+) -> tuple[Command, ...]:
+    record = _record(state, event.decision_id, "refused", refusal.reason, at)
+    return _told(state, msgspec.structs.replace(record, transitions=refusal.transitions))
+
+
+def _record(
+    state: RunState, decision_id: int, outcome: Outcome, reason: str, at: Moment
+) -> ReconfigurationRecord:
+    return ReconfigurationRecord(
+        decision_id=decision_id,
+        wall_time_ns=at.wall_ns,
+        step=state.cycle.step,
+        strategy=state.plans.policy.strategy,
+        outcome=outcome,
+        reason=reason,
+        total_s=0.0,
+        stalled_s=0.0,
+        phases={},
+        transitions=(),
+        plan=state.plans.plan,
+    )
+
+
+def _told(state: RunState, record: ReconfigurationRecord) -> tuple[Command, ...]:
+    state.plans.count(record)
+    ended = events.ReconfigurationEnded(
+        decision_id=record.decision_id,
+        outcome=record.outcome,
+        stalled_s=record.stalled_s,
+        phases=record.phases,
+        reason=record.reason,
+    )
+    fields: dict[str, object] = {
+        "decision": record.decision_id,
+        "outcome": record.outcome,
+        "why": record.reason,
+        "total_s": round(record.total_s, 3),
+        "stalled_s": round(record.stalled_s, 3),
+    }
+    return (
+        commands.Say("reconfiguration_ended", fields, is_warning=record.outcome != "done"),
+        commands.WriteReconfiguration(record),
+        commands.ReportReconfiguration(ended),
+    )
+
+
+def _on_hybrid_lost(state: RunState, event: events.HybridLost) -> tuple[Command, ...]:
+    """Outside of a change: the plan in force goes on without it."""
+    plans = state.plans
+    kept = tuple(it for it in plans.plan.hybrids if it.replica_id != event.replica_id)
+    if kept == plans.plan.hybrids:
+        return ()
+    plans.plan = msgspec.structs.replace(plans.plan, hybrids=kept)
+    fields: dict[str, object] = {"replica": event.replica_id, "why": event.why}
+    said = commands.Say("hybrid_lost", fields, is_warning=True)
+    return (said, commands.WritePlan(plans.plan))
+
+
+def _beyond(plan: Plan, other: Plan) -> tuple[InstanceId, ...]:
+    known = {it.instance_id for it in other.instances}
+    return tuple(it.instance_id for it in plan.instances if it.instance_id not in known)

@@ -1,0 +1,115 @@
+"""Control with hybrid replicas, in a world where everything comes in any order and fails."""
+
+from random import Random
+
+import pytest
+
+from hybrid_world import HybridWorld
+from libra.pools.hybrid import HybridState
+
+
+def run_on(world, rng, condition, *, most=4000):
+    for _ in range(most):
+        if condition():
+            return
+        obey_one(world, rng)
+        assert world.step(rng) or world.ended is None
+    raise AssertionError("it never came to that")
+
+
+def obey_one(world, rng):
+    names = sorted(world.replicas)
+    if names:
+        world.obey(rng.choice(names))
+
+
+def state_of(world, name):
+    return world.hybrids.pool[name].state
+
+
+def booted(**options):
+    world = HybridWorld(**options)
+    world.boot()
+    return world
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_replica_joins_contributes_and_leaves(seed):
+    world, rng = booted(total_steps=40), Random(seed)
+    name = world.attach()
+    run_on(world, rng, lambda: any(name in it for it in world.members_of.values()))
+    first = min(step for step, members in world.members_of.items() if name in members)
+    run_on(world, rng, lambda: world.gang_version is not None and world.gang_version >= first + 3)
+    world.detach(name)
+    run_on(world, rng, lambda: ("hybrid_left", name) in world.news)
+    run_on(world, rng, lambda: world.ended is not None)
+    assert world.ended.exit_code == 0
+    steps = [step for step, members in sorted(world.members_of.items()) if name in members]
+    assert steps == list(range(first, first + len(steps)))
+    assert world.news == [("hybrid_joined", name), ("hybrid_stops", name), ("hybrid_left", name)]
+    assert not world.snapshots
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_happens_to_replicas_the_core_takes_every_step(seed):
+    world, rng = booted(total_steps=30, save_interval=3), Random(seed)
+    for _ in range(6000):
+        if world.ended is not None:
+            break
+        disturb(world, rng)
+        obey_one(world, rng)
+        world.step(rng)
+    assert world.ended is not None, "a replica holds the core up"
+    assert world.ended.exit_code == 0
+    attempts = {attempt for attempt, _, _ in world.trained}
+    for attempt in attempts:
+        steps = [step for its, step, _ in world.trained if its == attempt]
+        assert steps == list(range(steps[0], steps[0] + len(steps)))
+    assert world.trained[-1][1] == 30
+    ends = [name for said, name in world.news if said in ("hybrid_lost", "hybrid_left")]
+    assert len(ends) == len(set(ends))
+
+
+def disturb(world, rng):
+    """One of the many things that can go wrong, now and then."""
+    living = sorted(world.replicas)
+    chance = rng.random()
+    if chance < 0.01 and len(living) < 3:
+        world.attach()
+    elif living and chance < 0.013:
+        world.kill(rng.choice(living))
+    elif living and chance < 0.016:
+        world.detach(rng.choice(living))
+    elif living and chance < 0.02:
+        name = rng.choice(living)
+        if state_of(world, name) in (HybridState.MEMBER, HybridState.CATCHING_UP):
+            world.drops = {name: "its norm"}
+    elif chance < 0.0205:
+        world.lose_gang()
+
+
+def test_a_lost_core_takes_its_replicas_with_it_and_new_ones_join_the_next():
+    world, rng = booted(total_steps=60), Random(3)
+    name = world.attach()
+    run_on(world, rng, lambda: any(name in it for it in world.members_of.values()))
+    world.lose_gang()
+    run_on(world, rng, lambda: ("hybrid_lost", name) in world.news)
+    other = world.attach()
+    run_on(world, rng, lambda: any(other in it for it in world.members_of.values()))
+    assert world.lanes_attempt == world.attempt == 2
+
+
+def test_a_replica_of_another_size_is_a_bug():
+    world = booted()
+    world.attach()
+    placement = world.replicas["hybrid-0"].placement
+    with pytest.raises(Exception, match="has 1 slots, a replica has 2 ranks"):
+        world.hybrids.attach(type(placement)(replica_id="x", slots=placement.slots[:1]))
+
+
+def test_in_mode_none_servers_that_answered_before_the_trainer_are_routed_to():
+    world, rng = booted(total_steps=3, sync_interval=0, offpolicyness=float("inf")), Random(1)
+    world.control.policy = type(world.control.policy)(min_rollout_gpus=1, publishes=False)
+    run_on(world, rng, lambda: world.ended is not None)
+    assert world.ended.exit_code == 0
+    assert not world.published

@@ -1,0 +1,116 @@
+"""What the control state does when a batch does not come together in time."""
+
+from random import Random
+
+import pytest
+
+from control_world import RandomWorld
+from libra.rollouts.evaluation import is_evaluated
+from libra_supervisor import events
+from libra_supervisor.loop.collection import CollectionTerms
+from libra_supervisor.loop.cycle import Phase
+
+TIMEOUT_S = 100.0
+
+
+class StuckWorld(RandomWorld):
+    """Sample 1 of every group of `stuck` never ends."""
+
+    stuck = ()
+
+    def is_held(self, event):
+        group = getattr(event, "group", None)
+        is_stuck = group is not None and event.index == 1 and not is_evaluated(event.group_id)
+        return is_stuck and any(event.group_id.startswith(f"{name}/") for name in self.stuck)
+
+
+def stuck_world(stuck, *, offpolicyness=0.0, **terms):
+    terms = CollectionTerms(**{"timeout_s": TIMEOUT_S, "max_retries": 1, **terms})
+    # A batch is two groups of two; without staleness nothing is admitted beyond it.
+    world = StuckWorld(total_steps=2, offpolicyness=offpolicyness, collection=terms)
+    world.stuck = stuck
+    world.boot()
+    while world.step(Random(1)):
+        pass
+    assert world.control.cycle.phase is Phase.COLLECTING
+    return world
+
+
+def pass_time(world, seconds):
+    world.now += seconds
+    world.post(events.Ticked())
+
+
+def test_a_retry_asks_again_for_what_is_missing_and_keeps_what_is_finished():
+    world = stuck_world(("p0",))
+    finished = world.control.desk.counts.accepted
+    assert finished == 3
+    pass_time(world, TIMEOUT_S - 1)
+    assert world.asked_again == []
+    pass_time(world, 1)
+    [again] = world.asked_again
+    assert (again.group_id, again.sample_indices) == ("p0/e0/a0", (1,))
+    assert world.control.desk.counts.accepted == finished
+    [said] = world.missing
+    assert said.group_ids == ("p0/e0/a0",)
+    assert said.fields["why"].startswith("1 of 2 groups are complete; waiting for p0/e0/a0 (sample")
+    # The second try answers: the step is trained with all four trajectories.
+    world.stuck = ()
+    world.run(Random(2))
+    assert [w.record.num_trajectories for w in world.written] == [4, 4]
+    assert world.ended.exit_code == 0
+
+
+def test_after_the_retries_the_run_ends_and_says_what_it_waited_for():
+    world = stuck_world(("p0",))
+    pass_time(world, TIMEOUT_S)
+    pass_time(world, TIMEOUT_S)
+    assert world.ended.exit_code == 4
+    assert "the batch of step 1 did not come together within 2 x 100 s" in world.ended.reason
+    assert "1 of 2 groups are complete; waiting for p0/e0/a0 (samples 1" in world.ended.reason
+
+
+def test_where_it_is_allowed_the_step_is_trained_on_the_groups_that_are_there():
+    world = stuck_world(("p0", "p2", "p3"), offpolicyness=1.0, allows_partial=True)
+    pass_time(world, TIMEOUT_S)
+    assert world.trained == []
+    pass_time(world, TIMEOUT_S)
+    assert [step for _, step, _ in world.trained] == [1]
+    world.stuck = ()
+    world.run(Random(2))
+    assert [w.record.num_trajectories for w in world.written] == [2, 4]
+    # The group that was late is a part of the next batch: nothing finished was thrown away.
+    used = [t.trajectory_id for w in world.written for g in w.groups for t in g.trajectories]
+    assert "p0/e0/a0/s0" in used
+    assert len(used) == len(set(used))
+    assert world.control.desk.counts.written_off == 2
+
+
+def test_a_part_that_does_not_divide_over_the_ranks_is_not_trained_on():
+    world = stuck_world(("p0",), allows_partial=True, micro_batch_size=4)
+    pass_time(world, TIMEOUT_S)
+    pass_time(world, TIMEOUT_S)
+    assert world.ended.exit_code == 4
+    assert "not even a part of the batch" in world.ended.reason
+
+
+@pytest.mark.parametrize("allows_partial", [False, True])
+def test_without_any_complete_group_the_run_ends(allows_partial):
+    world = stuck_world(("p0", "p1"), allows_partial=allows_partial)
+    pass_time(world, TIMEOUT_S)
+    pass_time(world, TIMEOUT_S)
+    assert world.ended.exit_code == 4
+    assert "0 of 2 groups are complete" in world.ended.reason
+
+
+def test_a_sample_younger_than_the_limit_is_left_alone():
+    world = stuck_world(("p0",))
+    world.now += TIMEOUT_S - 1
+    # It fails late: its group is tried again, with samples that have just begun.
+    failed = events.SampleGaveUp("p0/e0/a0", 1, events.SampleFailed("engine", "reset"))
+    world.post(failed)
+    while world.step(Random(1)):
+        pass
+    pass_time(world, 1)
+    assert len(world.missing) == 1
+    assert world.asked_again == []

@@ -1,0 +1,337 @@
+"""Plans that are wanted at any moment, while engines and gangs die: every step is trained."""
+
+from random import Random
+
+import anyio
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from control_world import RandomWorld, plan_of
+from libra.config.model import ModelConfig
+from libra.config.planning import PlannerConfig
+from libra.config.run import RunConfig
+from libra.config.training import TrainingConfig
+from libra.ids import InstanceId, ReplicaId, SlotId
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, TrainPlacement
+from libra.pools.change_policy import policy_of
+from libra_supervisor import events
+from libra_supervisor.app.operator import waiting_for
+from libra_supervisor.loop.plan_desk import PlanDesk
+from metrics_source import trained_collector
+
+IDS = [InstanceId("vllm-0"), InstanceId("vllm-1")]
+TIMEOUT_S = 50.0
+OPTIONS = {
+    "runtime_dynamic_reconfiguration_enabled": True,
+    "runtime_reconfigure_training": True,
+    "runtime_cluster_swap_enabled": True,
+    "runtime_reconfigure_timeout_s": TIMEOUT_S,
+}
+
+
+class Replicas:
+    """A desk of replicas that does as it is told, some time later."""
+
+    def __init__(self) -> None:
+        self.world: RandomWorld | None = None
+        self.members: set[ReplicaId] = set()
+        self.joins = True
+
+    def attach(self, placement):
+        self.members.add(placement.replica_id)
+        if self.joins:
+            self.world.pending.append(events.HybridJoined(placement.replica_id))
+        return ()
+
+    def detach(self, replica_id):
+        self.members.discard(replica_id)
+        self.world.pending.append(events.HybridLeft(replica_id))
+        return ()
+
+
+def elastic(*, total_steps=6, method="inplace", **options) -> RandomWorld:
+    planner = msgspec.convert({**OPTIONS, **options}, PlannerConfig)
+    config = RunConfig(
+        model=ModelConfig(model_path="m"),
+        training=TrainingConfig(batch_size=4, micro_batch_size=1),
+    )
+    replicas = Replicas()
+    desk = PlanDesk(plan_of(IDS), policy_of(planner, num_slots=6), config=config, hybrids=replicas)
+    world = RandomWorld(total_steps=total_steps, save_interval=1, plans=desk, reload_method=method)
+    replicas.world = world
+    world.replicas = replicas
+    world.boot()
+    return world
+
+
+def plan(train_slots, instance_slots, hybrid_slots=()) -> Plan:
+    return Plan(
+        strategy="grp",
+        train=TrainPlacement(
+            tp=1, pp=1, cp=1, ep=1, dp=len(train_slots), slots=tuple(map(SlotId, train_slots))
+        ),
+        instances=tuple(
+            InstancePlacement(instance_id=InstanceId(f"x-{s}"), tp=1, slots=(SlotId(s),))
+            for s in instance_slots
+        ),
+        hybrids=tuple(
+            HybridPlacement(replica_id=ReplicaId(f"h-{s}"), slots=(SlotId(s),))
+            for s in hybrid_slots
+        ),
+    )
+
+
+def want(world, wanted, decision_id=1):
+    world.post(events.ReconfigurationWanted(decision_id, wanted, "test"))
+
+
+def until(world, rng, condition):
+    for _ in range(5000):
+        if condition(world):
+            return
+        assert world.step(rng), "nothing is left to happen"
+    raise AssertionError("it never came to that")
+
+
+def records(world):
+    return [it.record for it in world.reconfigurations]
+
+
+def a_step_is_trained(world):
+    return len(world.trained) > 0
+
+
+def test_an_instance_joins_at_the_committed_version_and_one_leaves_after_its_requests():
+    world, rng = elastic(), Random(1)
+    until(world, rng, a_step_is_trained)
+    want(world, plan([2], [0, 1, 3]))
+    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    assert records(world)[0].outcome == "done"
+    assert set(world.routes) <= {"vllm-0", "vllm-1", "vllm-2"}
+    assert world.control.pool[InstanceId("vllm-2")].state.value in ("serving", "reloading")
+    assert world.plan_in_force.instances[-1].instance_id == "vllm-2"
+    want(world, plan([2], [3]), 2)
+    assert "the plan changes: drain vllm-1, vllm-2" in waiting_for(world.control)
+    until(world, rng, lambda w: len(w.reconfigurations) == 2)
+    assert [it.instance_id for it in world.control.pool.members] == ["vllm-0"]
+    assert world.kept_plans[-1].memory.order is None
+    world.run(rng)
+    assert world.ended.exit_code == 0
+
+
+def test_the_metrics_page_shows_the_plan_and_its_changes():
+    world, rng = elastic(), Random(3)
+    until(world, rng, a_step_is_trained)
+    want(world, plan([2, 3], [0, 1]))
+    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    want(world, plan([2, 3], [0, 1]), 2)
+
+    async def collect():
+        return list(trained_collector(world).collect())
+
+    values = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in anyio.run(collect)
+        for sample in family.samples
+    }
+    assert values["libra_plan_slots", "train"] == 2
+    assert values["libra_plan_slots", "rollout"] == 2
+    assert values["libra_reconfigurations_total", "done"] == 1
+    assert values["libra_reconfigurations_total", "refused"] == 1
+    stalled_s = records(world)[0].stalled_s
+    assert values["libra_reconfiguration_seconds_total", "stalled"] == stalled_s > 0
+
+
+def test_the_gang_starts_anew_at_a_boundary_and_no_step_is_lost_or_trained_twice():
+    world, rng = elastic(), Random(3)
+    until(world, rng, a_step_is_trained)
+    want(world, plan([2, 3], [0, 1]))
+    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    [record] = records(world)
+    assert (record.outcome, record.plan.train.dp) == ("done", 2)
+    assert record.stalled_s > 0
+    assert world.attempt == 2
+    world.run(rng)
+    assert [step for _, step, _ in world.trained] == [1, 2, 3, 4, 5, 6]
+    # Rollouts of before the restart were used after it.
+    assert not [it for it in world.said if it.event == "gang_lost"]
+
+
+def test_a_gang_that_is_lost_on_its_way_up_comes_back_in_the_layout_before():
+    world, rng = elastic(), Random(3)
+    until(world, rng, a_step_is_trained)
+    want(world, plan([2, 3], [0, 1]))
+    until(world, rng, lambda w: w.attempt == 2)
+    world.lose_gang()
+    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    [record] = records(world)
+    assert (record.outcome, record.plan.train.dp) == ("rolled_back", 1)
+    assert world.train.dp == 1
+    world.run(rng)
+    assert world.ended.exit_code == 0
+    assert [step for _, step, _ in world.trained][-1] == 6
+
+
+def test_replicas_take_devices_of_rollout_and_give_them_back():
+    world, rng = elastic(), Random(5)
+    until(world, rng, a_step_is_trained)
+    want(world, plan([2], [0], [1]))
+    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    assert records(world)[0].attached == ("hybrid-2",)
+    assert world.replicas.members == {"hybrid-2"}
+    # One that dies outside of a change leaves the plan; its devices are idle.
+    world.post(events.HybridLost(ReplicaId("hybrid-2"), "SIGKILL"))
+    assert world.plan_in_force.hybrids == ()
+    want(world, plan([2], [0, 1]), 2)
+    until(world, rng, lambda w: len(w.reconfigurations) == 2)
+    assert records(world)[1].outcome == "done"
+    world.run(rng)
+    assert world.ended.exit_code == 0
+
+
+def test_a_replica_that_never_joins_is_given_up_in_time_and_rollout_gets_its_devices_back():
+    world, rng = elastic(), Random(5)
+    world.replicas.joins = False
+    until(world, rng, a_step_is_trained)
+    want(world, plan([2], [0], [1]))
+    until(world, rng, lambda w: w.replicas.members)
+    world.now += TIMEOUT_S
+    world.post(events.Ticked())
+    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    [record] = records(world)
+    assert record.outcome == "rolled_back"
+    assert record.reason == "attach hybrid-2: not over within 50 s"
+    assert {it.instance_id for it in record.plan.instances} == set(IDS)
+    assert world.replicas.members == set()
+
+
+def test_only_one_change_at_a_time_and_none_before_a_version_is_served():
+    world, rng = elastic(), Random(7)
+    want(world, plan([2], [0, 1, 3]), 1)
+    until(world, rng, a_step_is_trained)
+    want(world, plan([2], [0, 1, 3]), 2)
+    want(world, plan([2], [0]), 3)
+    found = {it.decision_id: it for it in records(world)}
+    assert (found[1].outcome, found[1].reason) == ("refused", "no version is served yet")
+    assert found[3].reason == "another change of the plan is under way"
+    until(world, rng, lambda w: len(w.reconfigurations) == 3)
+    assert records(world)[2].outcome == "done"
+    want(world, plan([2], [0, 1, 3]), 4)
+    assert records(world)[3].reason == "this plan is in force already"
+
+
+def test_a_plan_that_the_batch_does_not_divide_over_is_refused():
+    world, rng = elastic(), Random(7)
+    until(world, rng, a_step_is_trained)
+    want(world, plan([2, 3, 4], [0, 1]))
+    [record] = records(world)
+    assert record.outcome == "refused"
+    assert "3 data-parallel ranks" in record.reason
+
+
+WANTED = [
+    plan([2], [0]),
+    plan([2], [0, 1, 3]),
+    plan([2], [0, 1, 3, 4]),
+    plan([2, 3], [0, 1]),
+    plan([2, 1], [0]),
+    plan([2], [0], [1]),
+    plan([2], [0, 1], [3, 4]),
+    plan([2, 3], [0], [1, 4]),
+]
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    wanted=st.lists(st.tuples(st.integers(1, 80), st.sampled_from(WANTED)), min_size=1, max_size=4),
+    faults=st.lists(
+        st.tuples(st.integers(1, 80), st.sampled_from(["kill", "gang", "hang", "wait"])),
+        max_size=4,
+    ),
+    strategy=st.sampled_from(["diff", "restart_all", "blue_green", "cluster_swap"]),
+    drains=st.booleans(),
+    method=st.sampled_from(["inplace", "restart"]),
+)
+@settings(max_examples=150, deadline=None)
+def test_whatever_is_wanted_and_whatever_dies_every_step_is_trained(
+    seed, wanted, faults, strategy, drains, method
+):
+    rng = Random(seed)
+    world = elastic(
+        method=method,
+        runtime_rollout_reconfigure_strategy=strategy,
+        runtime_drain_before_reconfigure=drains,
+    )
+    doings = [(wait, "want", it) for wait, it in wanted] + [(w, it, None) for w, it in faults]
+    rng.shuffle(doings)
+    for number, (wait, doing, what) in enumerate(doings):
+        for _ in range(wait):
+            if not world.step(rng):
+                break
+        if world.ended is not None:
+            break
+        if doing == "want":
+            want(world, what, number)
+        else:
+            strike(world, rng, doing)
+    run_out(world, rng)
+    assert world.ended is not None, (world.control.cycle.phase, world.control.plans.change)
+    if world.ended.exit_code == 4:
+        assert "3 batches in a row" in world.ended.reason
+        return
+    assert world.ended.exit_code == 0
+    assert {step for _, step, _ in world.trained} == set(range(1, 7))
+    assert [w.record.step for w in world.written][-1] == 6
+
+
+def run_out(world, rng):
+    """Let everything happen, and time pass when nothing does."""
+    for _ in range(200):
+        while world.step(rng):
+            pass
+        if world.ended is not None:
+            return
+        world.now += TIMEOUT_S
+        world.post(events.Ticked())
+
+
+def strike(world, rng, fault):
+    if fault == "gang":
+        world.lose_gang()
+    elif fault == "wait":
+        world.now += TIMEOUT_S
+        world.post(events.Ticked())
+    elif world.processes:
+        instance_id = rng.choice(sorted(world.processes))
+        if fault == "hang":
+            world.suspect_process(instance_id)
+        world.kill_process(instance_id)
+
+
+def test_what_is_kept_for_a_later_supervisor_is_enough_to_go_on():
+    world, rng = elastic(), Random(11)
+    until(world, rng, a_step_is_trained)
+    want(world, plan([2], [0, 1, 3], [4]))
+    until(world, rng, lambda w: "vllm-3" in w.processes)
+    memory = world.kept_plans[-1].memory
+    assert memory.order is not None
+    replicas = Replicas()
+    again = PlanDesk(
+        memory.plan,
+        world.control.plans.policy,
+        config=RunConfig(model=ModelConfig(model_path="m")),
+        memory=memory,
+        hybrids=replicas,
+    )
+    assert again.plan == memory.order.old
+    assert again.is_busy
+    second = replicas.world = RandomWorld(total_steps=3, plans=again)
+    second.boot()
+    until(second, rng, lambda w: len(w.reconfigurations) == 1)
+    [record] = records(second)
+    assert (record.decision_id, record.outcome) == (1, "done")
+    assert [it.instance_id for it in record.plan.instances] == [*IDS, "vllm-3"]
+    # The name of a replica that has ended is never used again.
+    assert [it.replica_id for it in record.plan.hybrids] == ["hybrid-4"]
+    assert second.kept_plans[-1].memory.order is None

@@ -1,0 +1,87 @@
+"""Whole runs with Megatron ranks, and fake servers: a server's slot trains for a while."""
+
+import os
+import signal
+
+import msgspec
+import pytest
+
+from fake_runs import FakeRun
+from libra.ids import ReplicaId, SlotId
+from libra.planner.plan import HybridPlacement
+from wanted_plans import changes_in, plan_in, want
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+WITHIN_S = 240.0
+
+
+@pytest.fixture
+def run(tmp_path):
+    one = FakeRun(
+        tmp_path,
+        has_real_trainer=True,
+        train_gpus=1,
+        # The fake servers' logprobs are not those of the trainer's model.
+        rollout_weight_sync_mode="none",
+        max_head_offpolicyness=float("inf"),
+        global_resource_planner={
+            "runtime_dynamic_reconfiguration_enabled": True,
+            "runtime_reconfigure_training": True,
+            "runtime_reconfigure_timeout_s": WITHIN_S,
+        },
+    )
+    yield one
+    one.end()
+
+
+def ended(run, count):
+    return run.until(lambda: changes_in(run.run_dir)[count - 1 :], within_s=WITHIN_S)[0]
+
+
+def with_hybrid(plan):
+    """The second server's slot goes to a replica."""
+    replica = HybridPlacement(replica_id=ReplicaId("any"), slots=(SlotId(1),))
+    return msgspec.structs.replace(plan, instances=plan.instances[:1], hybrids=(replica,))
+
+
+def test_a_slot_goes_from_rollout_to_training_and_back_while_steps_go_on(run):
+    run.start()
+    run.until_step(2, within_s=WITHIN_S)
+    plan = plan_in(run.run_dir)
+    want(run.run_dir, with_hybrid(plan), decision_id=1)
+    lent = ended(run, 1)
+    assert (lent.outcome, lent.stalled_s) == ("done", 0.0), lent
+    (replica_id,) = lent.attached
+    assert [it.replica_id for it in plan_in(run.run_dir).hybrids] == [replica_id]
+    joined_at = max(run.steps())
+    run.until_step(joined_at + 4)
+    want(run.run_dir, plan, decision_id=2)
+    back = ended(run, 2)
+    assert (back.outcome, back.detached) == ("done", (replica_id,)), back
+    run.until_step(max(run.steps()) + 2)
+    assert [it["replica"] for it in run.said("hybrid_joined")] == [replica_id]
+    assert [it["replica"] for it in run.said("hybrid_left")] == [replica_id]
+    assert not run.said("hybrid_lost")
+    assert run.steps() == list(range(1, len(run.steps()) + 1))
+    assert run.pids(replica_id) == {}
+    # Snapshots are gone with the last replica that could load them.
+    assert not list((run.run_dir / "hybrid").glob("step_*"))
+    assert run.call("stop").returncode == 0
+    assert run.wait() == 0
+
+
+def test_a_replica_that_is_killed_costs_the_run_nothing_but_the_replica(run):
+    run.start()
+    run.until_step(2, within_s=WITHIN_S)
+    want(run.run_dir, with_hybrid(plan_in(run.run_dir)), decision_id=1)
+    (replica_id,) = ended(run, 1).attached
+    core = run.pids("trainer")
+    for pid in run.pids(replica_id):
+        os.kill(pid, signal.SIGKILL)
+    run.until(lambda: run.said("hybrid_lost"), within_s=WITHIN_S)
+    run.until_step(max(run.steps()) + 3)
+    assert run.pids("trainer") == core
+    assert plan_in(run.run_dir).hybrids == ()
+    assert run.steps() == list(range(1, len(run.steps()) + 1))
+    assert run.call("stop").returncode == 0
+    assert run.wait() == 0
