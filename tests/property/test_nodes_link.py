@@ -180,7 +180,7 @@ class Follower:
             wire = self.wire
             result = self.side.on_reply(message, now=self.now)
             if isinstance(result, Opened):
-                wire.up.extend(result.resend)
+                wire.up.extend(self.side.to_send())
                 return
             if isinstance(result, SessionOver):
                 self.attempt = None

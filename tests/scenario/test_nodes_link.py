@@ -63,7 +63,7 @@ class ToldHands:
 
     def __init__(self):
         self.log = []
-        self.let_go_s = 0.0
+        self.let_go_s = self.begin_s = 0.0
 
     def note(self, *what):
         self.log.append((round(clock.now(), 2), *what))
@@ -72,6 +72,7 @@ class ToldHands:
         return ()
 
     async def begin(self, welcome):
+        await clock.sleep(self.begin_s)
         self.note("begin", welcome.term)
 
     async def obey(self, command):
@@ -163,6 +164,20 @@ async def test_commands_and_events_go_both_ways_in_order():
         assert it.said() == [word(number) for number in range(50)]
         assert it.kinds() == [NodeJoined]
         assert it.leader.records[0].session.num_kept == 0
+
+
+async def test_what_is_said_while_a_session_begins_waits_for_it():
+    async with bed() as it:
+        it.hands.begin_s = 1.0
+        it.start()
+        for number in range(40):
+            await clock.sleep(0.05)
+            it.follower.say(word(number))
+        await clock.sleep(1.0)
+        assert it.kinds() == [NodeJoined]
+        first = it.said()[0]
+        assert it.said() == [word(number) for number in range(int(first.event), 40)]
+        assert int(first.event) < 10
 
 
 async def test_a_node_that_is_no_member_cannot_be_told_anything():

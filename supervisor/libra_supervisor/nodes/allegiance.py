@@ -23,8 +23,6 @@ class Opened(msgspec.Struct, frozen=True):
     is_new: bool
     """A new session; False: the one from before goes on."""
 
-    resend: tuple[Envelope, ...]
-
 
 class SessionOver(msgspec.Struct, frozen=True):
     """Let go of everything of it, then say Hello again."""
@@ -126,6 +124,10 @@ class Allegiance:
         """Number a message. Raises OverloadedError: then the session is over."""
         return self._session.put(body, beat=self._lease.beat(now=now))
 
+    def to_send(self) -> tuple[Envelope, ...]:
+        """What the open session still owes the leader: a connection begins with it."""
+        return self._session.unacknowledged(beat=0)
+
     def beat(self, *, now: float) -> Envelope:
         return self._session.bare(beat=self._lease.beat(now=now))
 
@@ -150,10 +152,10 @@ class Allegiance:
 
     def _resumed(self, welcome: Welcome, now: float) -> Opened | SessionOver:
         try:
-            resend = self._session.resume(welcome.received, beat=0)
+            self._session.resume(welcome.received, beat=0)
         except PeerError as error:
             return self.end_session(str(error), now=now)
-        return Opened(welcome, is_new=False, resend=resend)
+        return Opened(welcome, is_new=False)
 
     def _opened(self, welcome: Welcome, now: float) -> Opened:
         self._term, self._leader = welcome.term, welcome.leader
@@ -162,4 +164,4 @@ class Allegiance:
         self._session = Session(self._keep)
         terms = LeaseTerms(lease_s=welcome.lease_s, orphan_grace_s=welcome.orphan_grace_s)
         self._lease = Lease(terms, now=now)
-        return Opened(welcome, is_new=True, resend=())
+        return Opened(welcome, is_new=True)

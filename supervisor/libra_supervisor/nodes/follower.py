@@ -17,7 +17,7 @@ from libra import clock
 from libra.errors import ConfigError, InvariantError, OverloadedError, PeerError, ungrouped
 from libra.ids import ChildId
 from libra.tracing.log import get_log
-from libra.wire.node import Envelope, NodeCommand, NodeEvent, Welcome
+from libra.wire.node import NodeCommand, NodeEvent, Welcome
 from libra_supervisor.nodes.allegiance import Allegiance, Opened, SessionOver, TurnedAway
 from libra_supervisor.nodes.connection import Connection, received_envelope, received_reply
 from libra_supervisor.nodes.lease import Standing
@@ -131,8 +131,8 @@ class FollowerEnd:
         except TimeoutError:
             raise PeerError(f"the leader did not answer within {REPLY_WAIT_S:g} s") from None
         match self._allegiance.on_reply(reply, now=clock.now()):
-            case Opened(welcome, is_new, resend):
-                await self._take_up(connection, welcome, resend, is_new=is_new)
+            case Opened(welcome, is_new):
+                await self._take_up(connection, welcome, is_new=is_new)
                 return True
             case SessionOver(reason):
                 self._num_answers += 1
@@ -149,7 +149,6 @@ class FollowerEnd:
         self,
         connection: Connection,
         welcome: Welcome,
-        resend: tuple[Envelope, ...],
         *,
         is_new: bool,
     ) -> None:
@@ -160,7 +159,8 @@ class FollowerEnd:
                 await self._hands.begin(welcome)
         self._heard_at = clock.now()
         self._outgoing = Outgoing(connection, lambda: self._allegiance.beat(now=clock.now()))
-        self._outgoing.add(*resend)
+        # What was said since the leader's answer waits too.
+        self._outgoing.add(*self._allegiance.to_send())
         self._outgoing.owe()
 
     async def _exchange(self, connection: Connection) -> None:

@@ -94,6 +94,10 @@ class Session:
         if received < oldest - 1:
             raise PeerError(f"messages {received + 1} to {oldest - 1} are not kept any more")
         self.on_ack(received)
+        return self.unacknowledged(beat=beat)
+
+    def unacknowledged(self, *, beat: int) -> tuple[Envelope, ...]:
+        """What a connection that begins at this moment has to carry first."""
         return tuple(
             Envelope(self._received, beat, envelope.number, envelope.body)
             for envelope in self._kept
