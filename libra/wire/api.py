@@ -15,7 +15,10 @@ class VerbRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Body of `POST /v1/<verb>`; an empty body means every default."""
 
     target: str = ""
-    """A child's name; required by drain, undrain and restart."""
+    """A child's name; required by drain, undrain and restart, unless a node is given."""
+
+    node: Count | None = None
+    """drain, undrain: every engine of this node."""
 
     now: bool = False
     """stop: do not finish the step that is being trained."""

@@ -33,7 +33,12 @@ class NodeRun:
             *("-o", f"heterogeneous_rollout.instances=[{{tp: 1, count: {gpus[0]}}}]"),
         ]
         options = {"nodes": nodes, "node_lease_s": 4, "node_orphan_grace_s": 20} | options
-        self.config = options.pop("config", None) or write_config(folder, **options)
+        base = options.pop("base", None)
+        if base is None:
+            self.config = write_config(folder, **options)
+        else:
+            self.config = folder / "run.yaml"
+            self.config.write_text(json.dumps(base | options))
         self.processes = {}
 
     def start(self, rank, *more):
@@ -99,6 +104,12 @@ class NodeRun:
         command = [*self.program, *words, "--run-dir", str(self.run_dir)]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         return subprocess.run(command, capture_output=True, text=True, env=env)
+
+    def state_of(self, child):
+        answer = self.call("status", "--json")
+        assert answer.returncode == 0, answer.stderr
+        children = json.loads(answer.stdout)["children"]
+        return next(it["state"] for it in children if it["child"] == child)
 
     def said(self):
         outs = sorted(self.folder.glob("node-*.out"))

@@ -14,7 +14,7 @@ from anyio.abc import TaskGroup
 from msgspec.structs import asdict
 
 from libra import clock
-from libra.ids import ChildId, RunId
+from libra.ids import ChildId, InstanceId, RunId
 from libra.planner.plan import plan_in_words
 from libra.planner.probe import SwitchPlan
 from libra.planner.replan import Replanner
@@ -222,6 +222,7 @@ class Run:
         operator = self._operator(fleet, gang, forecaster, replans)
         if cluster is not None:
             operator.nodes = cluster.status
+            operator.engines_of_node = self._engines_of_node
         notifier = Notifier.from_environment(self._launch.environ)
         try:
             async with (
@@ -253,6 +254,10 @@ class Run:
             with anyio.CancelScope(shield=True):  # bounded by the trackers themselves
                 await anyio.to_thread.run_sync(self._trackers.close)
         return self._outcome or Outcome(INTERRUPTED, "interrupted")
+
+    def _engines_of_node(self, node: int) -> tuple[InstanceId, ...]:
+        instances = self._launch.plan.instances
+        return tuple(it.instance_id for it in instances if it.node == node)
 
     def _start_rim(self, tasks: TaskGroup, notifier: Notifier, operator: Operator) -> None:
         """Start what tells others about the run and decides nothing."""

@@ -186,7 +186,14 @@ def _add_control(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     _add_logs(verbs)
     for verb in VERBS_ON_TARGET:
         act = verbs.add_parser(verb, help=f"{verb} one rollout instance")
-        act.add_argument("target", help="the instance's name, e.g. vllm-0")
+        if verb == "restart":
+            act.add_argument("target", help="the instance's name, e.g. vllm-0")
+        else:
+            whose = act.add_mutually_exclusive_group(required=True)
+            whose.add_argument("target", nargs="?", default="", help="its name, e.g. vllm-0")
+            whose.add_argument(
+                "--node", type=int, metavar="N", help="every instance of this node of the run"
+            )
         _add_run_dir(act, "directory of the run (default: the newest in runs/)")
 
 

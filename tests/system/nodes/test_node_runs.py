@@ -23,6 +23,16 @@ def test_a_run_over_three_hosts_from_its_first_step_to_its_last(tmp_path):
             (0, "leads"), (1, "member"), (2, "member")
         ]  # fmt: skip
         assert {child["child"] for child in status["children"]} >= {"vllm-0", "vllm-3", "trainer"}
+        assert f"node 1 ({made.addresses[1]}): member for" in run.call("status").stdout
+        drained = run.call("drain", "--node", "1")
+        assert (drained.returncode, drained.stdout) == (
+            0, "drain of vllm-3 on node 1 begun\n"
+        )  # fmt: skip
+        run.until(lambda: run.state_of("vllm-3") == "draining", within_s=20)
+        assert run.call("drain", "--node", "2").returncode == 1
+        assert run.call("undrain", "--node", "1").returncode == 0
+        run.until(lambda: run.state_of("vllm-3") != "draining", within_s=20)
+        assert "vllm-3" in run.call("logs", "--child", "vllm-3").stdout
         assert run.call("stop").returncode == 0
         assert run.wait_all() == {0: 0, 1: 0, 2: 0}, run.said()
         assert run.steps() == list(range(1, 1 + len(run.steps())))
