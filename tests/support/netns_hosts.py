@@ -94,6 +94,14 @@ class Hosts:
         self.processes.append(process)
         return process
 
+    def children(self, process, word):
+        """Below a process, those with the word in their command line."""
+        return [
+            it
+            for it in psutil.Process(process.pid).children(recursive=True)
+            if word in " ".join(it.cmdline())
+        ]
+
     def signal(self, process, signum):
         """To the first process on a host."""
         psutil.Process(process.pid).children()[0].send_signal(signum)

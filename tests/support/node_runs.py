@@ -60,9 +60,9 @@ class NodeRun:
         self.hosts.processes.append(process)
         self.processes[0] = process
 
-    def start_all(self):
+    def start_all(self, *more):
         for rank in range(len(self.hosts.addresses)):
-            self.start(rank)
+            self.start(rank, *more)
 
     def crash(self, rank):
         if rank:

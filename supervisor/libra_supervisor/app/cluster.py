@@ -101,6 +101,7 @@ class Cluster:
         }
         self._tasks: anyio.abc.TaskGroup | None = None
         self._gang: Gang | None = None
+        self._is_replaced = False
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -157,7 +158,12 @@ class Cluster:
         self._gang = gang
 
     async def dismiss(self, exit_code: int, reason: str) -> None:
-        """Have every member leave; waits a moment for the word to get there."""
+        """Have every member leave; waits a moment for the word to get there.
+
+        Who was replaced says nothing: its followers are the other leader's.
+        """
+        if self._is_replaced:
+            return
         members = [node for node in self.nodes.values() if node.is_member]
         for node in members:
             node.say(Leave(exit_code, reason))
@@ -254,6 +260,7 @@ class Cluster:
                 _log.warning("term_not_read", why=str(error))
                 continue
             if found is None or (found.term, found.leader) != (self._term, self._leader):
+                self._is_replaced = True
                 newer = "none" if found is None else str(found.term)
                 raise SiteError(
                     f"another leader (term {newer}) took over {self._directory.root} from this one "

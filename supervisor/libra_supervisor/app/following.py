@@ -182,6 +182,7 @@ class _Follower:
                 )
                 tasks.start_soon(self._hear_signals, end, side)
                 tasks.start_soon(self._notifier.keep_alive)
+                tasks.start_soon(self._give_up, side)
                 try:
                     await end.run()
                 finally:
@@ -266,6 +267,19 @@ class _Follower:
             return
         code = INTERRUPTED if number == signal.SIGINT else 0
         self._leave(code, f"{number.name}, and no leader to end the run with")
+
+    async def _give_up(self, side: Allegiance) -> None:
+        """Leave when no leader has been there for as long as a start may take."""
+        limit_s = self._supervision.start_timeout_s
+        alone_since = clock.now()
+        while True:
+            await clock.sleep(_LOOK_PERIOD_S)
+            now = clock.now()
+            if side.standing(now=now) is not Standing.OVER:
+                alone_since = now
+            elif now - alone_since > limit_s:
+                reason = f"no leader for {limit_s:g} s after the servers here were ended"
+                self._leave(SiteError.exit_code, reason)
 
     async def _note_log(self, event: ChildEvent) -> None:
         _log.warning("child_log", kind=type(event).__name__, child=event.child_id)

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
-from msgspec.structs import asdict
+from msgspec.structs import asdict, astuple
 
 from libra import clock
 from libra.ids import ChildId, InstanceId, RunId
@@ -192,8 +192,16 @@ class Run:
             cluster = self._cluster()
             if cluster is not None:
                 await stack.enter_async_context(cluster.running())
-            outcome = await self._supervise(logs, kernel, self._builder(spawner, cluster), cluster)
-            if cluster is not None:
+            try:
+                builder = self._builder(spawner, cluster)
+                outcome = await self._supervise(logs, kernel, builder, cluster)
+            except BaseException as error:
+                if cluster is not None:
+                    with anyio.CancelScope(shield=True):  # bounded by itself
+                        await cluster.dismiss(*astuple(outcome_of(error)))
+                raise
+            # With another plan the run begins anew, under a new term and with the same nodes.
+            if cluster is not None and self.next_plan is None:
                 await cluster.dismiss(outcome.exit_code, outcome.reason)
         return outcome
 

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 
 import pytest
 
@@ -92,3 +93,51 @@ def test_what_does_not_fit_is_said_before_anything_starts(tmp_path):
         assert done.returncode == 5
         assert "need a secret" in done.stderr
         assert not run.run_dir.exists()
+
+
+def test_a_follower_that_no_leader_comes_for_leaves(tmp_path):
+    with hosts(2) as made:
+        more = ("-o", "supervision.start_timeout_s=3", "-o", "node_orphan_grace_s=1")
+        run = NodeRun(made, tmp_path, total_steps=1000, gpus=(2, 2))
+        run.start(1, *more)
+        assert run.wait_all(within_s=60) == {1: 5}
+        assert "no leader has begun a run" in run.said()
+        run.start(0, *more)
+        run.start(1, *more)
+        run.until_step(1)
+        run.crash(0)
+        del run.processes[0]
+        assert run.wait_all(within_s=60) == {1: 5}
+        assert "no leader for 3 s" in run.said()
+
+
+def test_a_leader_that_was_replaced_ends_and_leaves_the_followers_to_the_other(tmp_path):
+    with hosts(2) as made:
+        run = NodeRun(made, tmp_path, total_steps=1000, gpus=(2, 2))
+        run.start_all()
+        run.until_step(1)
+        # Another machine whose lock did not see ours.
+        (run.run_dir / "term.json").write_text('{"term": 9, "leader": "another"}')
+        assert run.processes.pop(0).wait(60) == 5
+        assert "another leader (term 9) took over" in run.said()
+        before = max(run.steps())
+        run.start(0, "--resume")
+        run.until_step(before + 1)
+        assert run.call("stop").returncode == 0
+        assert run.wait_all() == {0: 0, 1: 0}, run.said()
+        assert json.loads((run.run_dir / "term.json").read_text())["term"] == 10
+
+
+def test_a_run_that_fails_takes_its_followers_along(tmp_path):
+    with hosts(2) as made:
+        run = NodeRun(made, tmp_path, total_steps=1000, gpus=(2, 2))
+        more = ("-o", "supervision.restart_max_without_progress=1")
+        run.start_all(*more)
+        run.until_step(1)
+        ended = {}
+        while not ended:
+            for server in made.children(run.processes[0], "fake_server.py"):
+                server.kill()
+            time.sleep(0.1)
+            ended = {rank: it.poll() for rank, it in run.processes.items() if it.poll() is not None}
+        assert {rank: it.wait(60) for rank, it in run.processes.items()} == {0: 4, 1: 4}

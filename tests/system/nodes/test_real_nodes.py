@@ -36,5 +36,5 @@ def test_servers_and_ranks_on_several_hosts_learn_together(tmp_path, quickstart)
     assert plan["train"]["nodes"] == [1, 2]
     lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
-    # What the engines say of the served weights is what the trainer says, over the network too.
-    assert all(json.loads(line)["kl_mismatch"] < 1e-3 for line in lines)
+    # At staleness 0 the engines say of the weights what the trainer says, over the network too.
+    assert json.loads(lines[0])["kl_mismatch"] < 1e-3
