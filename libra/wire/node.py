@@ -47,9 +47,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     dial: int
     """Counts this process's connections: of two the later has the higher, whichever comes first."""
 
-    devices: tuple[str, ...]
-    """Of this node, by slot; empty on CPU, where a slot is no device."""
-
     session: str = ""
     """Empty: a new one. Nothing that was done in an earlier one is owed any more."""
 
@@ -124,7 +121,8 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     incarnation: Incarnation
     argv: tuple[str, ...]
     env: dict[str, str]
-    """Over this node's own environment."""
+    """Over this node's own environment. CUDA_VISIBLE_DEVICES names slots, which are looked up
+    among the node's own devices."""
 
     cwd: str
     log_path: str

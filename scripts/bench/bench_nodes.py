@@ -78,7 +78,7 @@ class FakeHands:
 async def one_follower(number: int, port: int, lease_s: float) -> None:
     about = Hello(
         protocol=PROTOCOL, version="bench", config_digest="d", run_id="", node=NodeRank(number),
-        host="h", boot_id=str(number), pid=1, start_ticks=1, dial=0, devices=(),
+        host="h", boot_id=str(number), pid=1, start_ticks=1, dial=0,
     )  # fmt: skip
     terms = LeaseTerms(lease_s=lease_s, orphan_grace_s=0.0)
     hands = FakeHands()

@@ -136,7 +136,7 @@ class Follower:
         about = Hello(
             protocol=PROTOCOL, version="1", config_digest="d", run_id="", node=node,
             host="h", boot_id=f"b{node}-{machine}", pid=pid, start_ticks=pid, dial=0,
-            devices=(), term=term,
+            term=term,
         )  # fmt: skip
         self.side = Allegiance(about, TERMS, KEEP, now=self.now)
         self.done: dict[str, list[bytes]] = {}

@@ -53,7 +53,7 @@ def charter(**changes):
 def hello(node=1, **changes):
     known = Hello(
         protocol=PROTOCOL, version="1", config_digest="d", run_id="", node=node, host="h",
-        boot_id="b", pid=7, start_ticks=9, dial=0, devices=(),
+        boot_id="b", pid=7, start_ticks=9, dial=0,
     )  # fmt: skip
     return msgspec.structs.replace(known, **changes)
 

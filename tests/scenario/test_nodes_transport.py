@@ -25,7 +25,7 @@ TOKEN = "a token of the nodes"
 TERMS = LeaseTerms(lease_s=5.0, orphan_grace_s=5.0)
 HELLO = Hello(
     protocol=PROTOCOL, version="1", config_digest="d", run_id="", node=1, host="h", boot_id="b",
-    pid=1, start_ticks=1, dial=1, devices=(),
+    pid=1, start_ticks=1, dial=1,
 )  # fmt: skip
 pytestmark = pytest.mark.anyio
 

@@ -72,7 +72,7 @@ class TwoNodes:
         """The follower's program."""
         about = Hello(
             protocol=PROTOCOL, version="1", config_digest="d", run_id="", node=1, host="h",
-            boot_id="b", pid=os.getpid(), start_ticks=1, dial=0, devices=(),
+            boot_id="b", pid=os.getpid(), start_ticks=1, dial=0,
         )  # fmt: skip
 
         async def on_begin(_welcome):
@@ -87,6 +87,7 @@ class TwoNodes:
                     "PATH": os.environ["PATH"],
                     "PYTHONPATH": os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p),
                 },
+                devices=("GPU-a", "GPU-b"),
                 deadlines=StopDeadlines(term_grace_s=1, kill_wait_s=5),
                 on_begin=on_begin,
                 on_leave=lambda *how: self.left.append(how),

@@ -26,7 +26,7 @@ def members(*, term=1):
 def hello(**changes):
     known = Hello(
         protocol=PROTOCOL, version="1", config_digest="d", run_id="", node=1, host="h",
-        boot_id="b", pid=7, start_ticks=9, dial=1, devices=(),
+        boot_id="b", pid=7, start_ticks=9, dial=1,
     )  # fmt: skip
     return msgspec.structs.replace(known, **changes)
 

@@ -265,7 +265,9 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
                 placement=placement,
                 device=launch.device,
                 env={},
-                agents=self._others().agents(placement, launch.environ, on_cuda=on_cuda),
+                agents=self._others().agents(
+                    placement, launch.environ, launch.devices if on_cuda else ()
+                ),
             )
         devices = tuple(launch.devices[slot] for slot in slots)
         return GangSite(

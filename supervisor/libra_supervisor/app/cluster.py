@@ -11,7 +11,7 @@ of its children.
 
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import groupby
 from random import Random
@@ -144,12 +144,15 @@ class Cluster:
         return None
 
     def agents(
-        self, placement: TrainPlacement, environ: Mapping[str, str], *, on_cuda: bool
+        self, placement: TrainPlacement, environ: Mapping[str, str], devices: Sequence[str]
     ) -> tuple[AgentSite, ...]:
-        """One for each node that has ranks, in the order of the ranks."""
+        """One for each node that has ranks, in the order of the ranks.
+
+        `devices` are this node's CUDA devices by slot, empty on CPU; other nodes look up their own.
+        """
         ranks = [(placement.node_of_rank(rank), slot) for rank, slot in enumerate(placement.slots)]
         return tuple(
-            self._agent(node, [slot for _, slot in group], environ, on_cuda=on_cuda)
+            self._agent(node, [slot for _, slot in group], environ, devices)
             for node, group in groupby(ranks, key=lambda rank: rank[0])
         )
 
@@ -190,7 +193,7 @@ class Cluster:
     # Parts
 
     def _agent(
-        self, node: NodeRank, slots: list[int], environ: Mapping[str, str], *, on_cuda: bool
+        self, node: NodeRank, slots: list[int], environ: Mapping[str, str], devices: Sequence[str]
     ) -> AgentSite:
         host = self.site.hosts[node]
         env: dict[str, str] = {}
@@ -204,7 +207,7 @@ class Cluster:
             host=host,
             num_ranks=len(slots),
             env=env,
-            visible_devices=tuple(map(str, slots)) if on_cuda else (),
+            visible_devices=_visible(node, slots, devices),
         )
 
     async def _hold_port(self, node: NodeRank) -> HeldPort:
@@ -266,3 +269,9 @@ class Cluster:
                     f"another leader (term {newer}) took over {self._directory.root} from this one "
                     f"(term {self._term}, pid {os.getpid()})"
                 )
+
+
+def _visible(node: NodeRank, slots: list[int], devices: Sequence[str]) -> tuple[str, ...]:
+    if not devices:
+        return ()
+    return tuple(devices[slot] if node == LEADER else str(slot) for slot in slots)

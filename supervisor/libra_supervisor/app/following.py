@@ -197,6 +197,7 @@ class _Follower:
             spawner,
             run_id=self._run_id,
             tasks=tasks,
+            devices=following.devices,
             environ=_with_interface(following.environ, following.site.own_host),
             deadlines=StopDeadlines(
                 term_grace_s=supervision.term_grace_s, kill_wait_s=supervision.kill_wait_s
@@ -226,7 +227,6 @@ class _Follower:
             pid=me.pid,
             start_ticks=me.start_ticks,
             dial=0,
-            devices=self._following.devices,
             term=0 if known is None else known.term,
         )
 

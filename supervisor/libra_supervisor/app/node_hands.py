@@ -27,6 +27,7 @@ from libra_supervisor.process.tree import StopDeadlines, TreeEnded
 from libra_supervisor.ranks.link import RankLink
 
 CONTROL_VARIABLE: Final = "LIBRA_CONTROL"
+DEVICES_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 ATTEMPT_VARIABLE: Final = "LIBRA_ATTEMPT"
 _KILL_WAIT_S: Final = 5.0
 
@@ -70,6 +71,7 @@ class NodeHands:
         run_id: RunId,
         tasks: anyio.abc.TaskGroup,
         environ: Mapping[str, str],
+        devices: tuple[str, ...],
         deadlines: StopDeadlines,
         on_begin: Callable[[Welcome], Awaitable[None]],
         on_leave: Callable[[int, str], None],
@@ -78,6 +80,7 @@ class NodeHands:
         self._run_id = run_id
         self._tasks = tasks
         self._environ = environ
+        self._devices = devices
         self._deadlines = deadlines
         self._on_begin = on_begin
         self._on_leave = on_leave
@@ -251,6 +254,8 @@ class NodeHands:
         env = {**self._environ, **command.env}
         if command.is_bound:
             env[CONTROL_VARIABLE] = self.control_socket
+        if DEVICES_VARIABLE in command.env:
+            env[DEVICES_VARIABLE] = self._own_devices(command.env[DEVICES_VARIABLE])
         return ProcessSpec(
             child_id=command.child_id,
             run_id=self._run_id,
@@ -261,6 +266,13 @@ class NodeHands:
             limits=Limits(cpu_cores=command.cpu_cores),
             is_bound_to_supervisor=command.is_bound,
         )
+
+    def _own_devices(self, slots: str) -> str:
+        """The devices here that slots stand for. Raises SiteError for a slot that is not there."""
+        numbers = [int(slot) for slot in slots.split(",") if slot]
+        if any(number >= len(self._devices) for number in numbers):
+            raise SiteError(f"slots {slots} are wanted here, and {len(self._devices)} devices are")
+        return ",".join(self._devices[number] for number in numbers)
 
     # Ports
 

@@ -13,7 +13,7 @@ import pytest
 
 from gangs import config, of, ready, trained
 from libra import clock
-from libra.errors import PeerError, SiteError
+from libra.errors import ChildError, PeerError, SiteError
 from libra.ids import ChildId, Incarnation, Rank
 from libra.planner.plan import TrainPlacement
 from libra.wire.node import Leave
@@ -118,6 +118,23 @@ async def test_what_cannot_start_there_says_why_and_last_words_come_over(tmp_pat
             exited = of(place, ChildExited)[0]
             assert exited.exit_code == 3
             assert exited.last_lines[-1].endswith("last words")
+
+
+async def test_slots_are_looked_up_among_the_devices_there(tmp_path):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        spawner = RemoteSpawner(nodes.node)
+
+        def spec(slots):
+            env = {"CUDA_VISIBLE_DEVICES": slots}
+            return place.spec("/bin/sh", "-c", "echo has $CUDA_VISIBLE_DEVICES.", env=env)
+
+        for slots, devices in (("1", "GPU-b"), ("0,1", "GPU-a,GPU-b"), ("", "")):
+            child = await spawner.spawn(spec(slots), Incarnation(f"child-{slots}"))
+            await child.wait()
+            assert (await child.last_lines(1))[0].endswith(f"has {devices}.")
+            child.reap()
+        with pytest.raises(ChildError, match="slots 2 are wanted here, and 2 devices are"):
+            await spawner.spawn(spec("2"), Incarnation("child-2"))
 
 
 async def test_a_hurried_stop_hurries_there_too(tmp_path):
