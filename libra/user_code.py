@@ -6,6 +6,18 @@ from typing import Any
 
 from libra.errors import ConfigError
 
+MAX_ERROR_CHARS = 500
+
+
+def error_in_words(error: BaseException) -> str:
+    """`Type: message` of what user code raised: short, and text whatever the message holds."""
+    name = type(error).__name__
+    try:
+        said = f"{name}: {error}"
+    except Exception:  # noqa: BLE001 - an error that cannot be shown
+        said = f"{name}, whose message cannot be shown"
+    return said.encode(errors="backslashreplace").decode()[:MAX_ERROR_CHARS]
+
 
 def function_at(name: str) -> Callable[..., Any]:
     """The function that `module:function` names. Raises ConfigError when there is none."""
@@ -14,10 +26,10 @@ def function_at(name: str) -> Callable[..., Any]:
         raise ConfigError(f"{name!r} is not of the form module:function")
     try:
         module = import_module(module_name)
-    except Exception as error:  # whatever the module does while it is imported
+    except (Exception, SystemExit) as error:  # whatever the module does while it is imported
         raise ConfigError(
-            f"{name}: importing {module_name} failed: {type(error).__name__}: {error}; is its "
-            "directory on PYTHONPATH?"
+            f"{name}: importing {module_name} failed: {error_in_words(error)}; is its directory on "
+            "PYTHONPATH?"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):

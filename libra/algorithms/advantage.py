@@ -82,16 +82,6 @@ def is_flat(rewards: Sequence[float]) -> bool:
     return max(rewards) - min(rewards) < FLAT_SPREAD * scale
 
 
-def fraction_of_flat_groups(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> float:
-    """Share of groups that teach nothing (`frac_zero_std`); 0.0 without groups."""
-    rewards_of: dict[Hashable, list[float]] = defaultdict(list)
-    for reward, group_id in zip(rewards, group_ids, strict=True):
-        rewards_of[group_id].append(reward)
-    if not rewards_of:
-        return 0.0
-    return sum(is_flat(group) for group in rewards_of.values()) / len(rewards_of)
-
-
 def _leave_one_out(rewards: Sequence[float], index: int, eps: float) -> float:
     others = [*rewards[:index], *rewards[index + 1 :]]
     difference = rewards[index] - _mean(others)

@@ -24,7 +24,7 @@ class DataConfig(Config, frozen=True, kw_only=True):
     """Field with a string or a list of chat messages."""
 
     answer_field: str = "answer"
-    """Field that the reward compares with."""
+    """Field that the reward compares with; '' when rows have none."""
 
     apply_chat_template: bool = True
     """Render string prompts as one user message through the tokenizer's chat template."""

@@ -7,7 +7,6 @@ from libra.config.problems import Place, Problem
 from libra.config.run import RunConfig
 from libra.config.surface import all_options, value_of
 
-_SHARDS: Final = "checkpoints are not moved between layouts yet"
 _ORDER: Final = "it decides which prompts come next, and the saved cursor counts them"
 _STATE: Final = "the optimizer's saved state has this form"
 
@@ -17,7 +16,7 @@ FIXED: Final[Mapping[str, str]] = {
     "tokenizer_path": "saved trajectories hold its token ids",
     "run_name": "the run directory carries it",
     "seed": _ORDER,
-    "device": _SHARDS,
+    "device": _STATE,
     "train_data": _ORDER,
     "shuffle": _ORDER,
     "prompt_field": _ORDER,
@@ -25,11 +24,7 @@ FIXED: Final[Mapping[str, str]] = {
     "on_bad_row": _ORDER,
     "on_long_prompt": _ORDER,
     "train_backend": _STATE,
-    "train_gpus": _SHARDS,
-    "train_tp_size": _SHARDS,
-    "train_pp_size": _SHARDS,
-    "train_cp_size": _SHARDS,
-    "train_ep_size": _SHARDS,
+    "train_ep_size": "experts that are spread over ranks have an optimizer of their own",
     "train_dtype": _STATE,
     "batch_size": "trajectories accepted so far are counted as steps x batch_size",
     "n_samples": "saved groups have this many samples",
@@ -51,6 +46,7 @@ FREE: Final[frozenset[str]] = frozenset(
         "mini_batch_size", "micro_batch_size", "recompute_logprobs", "recompute_micro_batch_size",
         "learning_rate", "lr_schedule", "lr_warmup_steps", "lr_decay_steps", "lr_min_fraction",
         "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "max_skipped_steps",
+        "train_gpus", "train_tp_size", "train_pp_size", "train_cp_size",
         "megatron_use_cpu_initialization", "megatron_sequence_parallel",
         "megatron_recompute_granularity",
         "max_flat_drops",

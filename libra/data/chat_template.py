@@ -37,7 +37,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> str:
         """The conversation as text that ends where the assistant's next answer begins.
 
-        Raises DataError when the template refuses the messages.
+        Raises DataError when the template refuses the messages or cannot digest them.
         """
         try:
             return self._template.render(
@@ -48,6 +48,10 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise DataError(f"{self._origin}: the chat template failed: {error}") from error
+        except Exception as error:  # of Python, where a template computes with what is no text
+            raise DataError(
+                f"{self._origin}: the chat template failed: {type(error).__name__}: {error}"
+            ) from error
 
     def render_after_answer(self, messages: Sequence[Message]) -> str:
         """What stands between an answer and the next one when `messages` come in between.

@@ -55,6 +55,9 @@ def open_parquet(path: Path) -> RowSource:
 
 def open_saved_dataset(path: Path) -> RowSource:
     """Open a directory that `datasets.Dataset.save_to_disk` wrote."""
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+        raise DataError(f"{path}: holds several splits, name one of them: {', '.join(splits)}")
     if not (path / "dataset_info.json").is_file():
         raise DataError(f"{path}: not a directory written by datasets.save_to_disk")
     datasets = _extra("datasets", extra="datasets", path=path)

@@ -88,9 +88,9 @@ class Cursor:
             raise DataError(f"the saved position in the data cannot be read: {error}") from error
         if saved.fingerprint != self._fingerprint:
             raise DataError(
-                "the training data changed since the checkpoint was written "
-                f"(fingerprint {saved.fingerprint}, now {self._fingerprint}): restore the old "
-                "file, or start a new run"
+                "the training data, or which of its rows are used, changed since the checkpoint "
+                f"was written (fingerprint {saved.fingerprint}, now {self._fingerprint}): restore "
+                "the old file and limits, or start a new run"
             )
         if saved.seed != self._seed:
             raise DataError(f"the checkpoint was written with seed {saved.seed}, not {self._seed}")

@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 import numpy as np
+import xxhash
 
 from libra.data.source import BadRow, RowSource
 from libra.data.task import PromptFields, RowRefusedError, Task, task_of
@@ -62,7 +63,8 @@ class PromptDataset:
     @property
     def fingerprint(self) -> str:
         """Changes with the content of the data and with which of its rows are used."""
-        return f"{self._source.fingerprint}-{len(self.rows)}"
+        used = xxhash.xxh3_64_hexdigest(self.rows.astype("<i8").tobytes())
+        return f"{self._source.fingerprint}-{len(self.rows)}-{used}"
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -6,7 +6,7 @@ import msgspec
 
 from libra.data.source import Record
 from libra.data.tokenizer import PromptTokenizer
-from libra.errors import DataError
+from libra.errors import DataError, TokenizerError
 from libra.ids import PromptId
 
 
@@ -50,15 +50,37 @@ def task_of(
     prompt = _field(record, fields.prompt)
     answer = _field(record, fields.answer) if fields.answer else None
     messages, text = _conversation(prompt, fields)
-    token_ids = tokenizer.encode_chat(messages) if messages else tokenizer.encode_text(text)
+    extras = {k: v for k, v in record.items() if k not in (fields.prompt, fields.answer)}
+    for name, value in {fields.answer: answer, **extras}.items():
+        _check_sendable(name, value)
     return Task(
         prompt_id=prompt_id,
-        prompt_token_ids=tuple(token_ids),
+        prompt_token_ids=_token_ids(messages, text, tokenizer),
         messages=messages,
         prompt_text=text,
         answer=answer,
-        extras={k: v for k, v in record.items() if k not in (fields.prompt, fields.answer)},
+        extras=extras,
     )
+
+
+def _token_ids(
+    messages: tuple[dict[str, Any], ...], text: str, tokenizer: PromptTokenizer
+) -> tuple[int, ...]:
+    try:
+        return tuple(tokenizer.encode_chat(messages) if messages else tokenizer.encode_text(text))
+    except TokenizerError:
+        # Not this row's fault: no row could be read.
+        raise
+    except DataError as error:
+        raise RowRefusedError(str(error)) from error
+
+
+def _check_sendable(name: str, value: Any) -> None:
+    """Refuse what cannot be carried to a reward's process, before anything has been generated."""
+    try:
+        msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RowRefusedError(f"{name!r} cannot be handed to a reward: {error}") from error
 
 
 def _field(record: Record, name: str) -> Any:

@@ -11,6 +11,7 @@ Floats: TypeAlias = NDArray[np.float32]
 BLOCK_VALUES: Final = 1 << 16
 _ROWS: Final = 64
 _COLUMNS: Final = 512
+_ROW_VALUES: Final = 1024
 _WORD_BYTES: Final = 8
 _ODD: Final = 0x5851F42D4C957F2D
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -44,15 +45,10 @@ def checksum(values: Floats) -> int:
 def measured(values: Floats, *, arrive: Callable[[Floats], None]) -> Measured:
     """Checksum and square sum of float32[n], block by block, each after `arrive` has filled it."""
     total, squares = 0, 0.0
-    wide = np.empty(min(BLOCK_VALUES, len(values)), np.float64)
     for block in blocks(values):
         arrive(block)
         total = _next(total, block)
-        part = wide[: len(block)]
-        np.copyto(part, block)
-        # Not a dot product: BLAS would start threads that compete with the trainer's.
-        np.multiply(part, part, out=part)
-        squares += float(part.sum())
+        squares += _square_sum(block)
     return Measured(total, squares)
 
 
@@ -63,6 +59,21 @@ def copied_checksum(values: Floats, into: Floats) -> int:
         np.copyto(target, block)
         total = _next(total, target)
     return total
+
+
+def _square_sum(block: Floats) -> float:
+    # In short rows, so that the sums are exact enough, and not by BLAS, which would start threads
+    # that compete with the trainer's.
+    whole = block[: len(block) // _ROW_VALUES * _ROW_VALUES].reshape(-1, _ROW_VALUES)
+    rest = block[whole.size :]
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = np.einsum("ij,ij->i", whole, whole).sum(dtype=np.float64)
+        found += np.einsum("i,i->", rest, rest)
+    if np.isfinite(found):
+        return float(found)
+    # Squares of large values do not fit into float32, which does not make them infinite.
+    wide = block.astype(np.float64)
+    return float(np.einsum("i,i->", wide, wide))
 
 
 def _next(total: int, block: Floats) -> int:

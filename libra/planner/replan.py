@@ -36,6 +36,9 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
     candidate: Plan | None = None
     """The best other plan; None when there is none, or nobody looked."""
 
+    is_recorded: bool = False
+    """`candidate` is worth it, and only written down (`runtime_training_pool_plan_only`)."""
+
 
 class Switch(msgspec.Struct, frozen=True, kw_only=True):
     """The run should go on with `plan`."""
@@ -255,29 +258,37 @@ def _choice(
         recorded = _worthiest(o for o in options if o.candidate.kind != "rollout")
         options = [o for o in options if o.candidate.kind == "rollout"]
     if recorded is not None:
+        is_worth_it = "worth it" if recorded.worth.is_enough else "not enough"
         notes.append(
-            "only written down, since runtime_training_pool_plan_only is true: "
-            + recorded.in_words()
+            "only written down, since runtime_training_pool_plan_only is true, and "
+            f"{is_worth_it}: {recorded.in_words()}"
         )
         numbers |= {f"recorded_{name}": value for name, value in recorded.worth.numbers().items()}
     best = _worthiest(options)
     if best is None:
         notes.append("no other plan that may be made is as fast as the one in force")
-        return Keep(
-            reason=_said(question, *notes),
-            numbers=numbers,
-            candidate=None if recorded is None else recorded.candidate.plan,
-        )
+        return _kept(_said(question, *notes), numbers, recorded, None)
     numbers |= best.worth.numbers()
     if not best.worth.is_enough:
         reason = _said(question, *notes, f"not enough: {best.in_words()}")
-        candidate = best if recorded is None else recorded
-        return Keep(reason=reason, numbers=numbers, candidate=candidate.candidate.plan)
+        return _kept(reason, numbers, recorded, best)
     return Switch(
         plan=best.candidate.plan,
         kind=best.candidate.kind,
         reason=_said(question, *notes, f"worth it: {best.in_words()}"),
         numbers=numbers,
+    )
+
+
+def _kept(
+    reason: str, numbers: dict[str, float], recorded: _Option | None, best: _Option | None
+) -> Keep:
+    shown = recorded or best
+    return Keep(
+        reason=reason,
+        numbers=numbers,
+        candidate=None if shown is None else shown.candidate.plan,
+        is_recorded=recorded is not None and recorded.worth.is_enough,
     )
 
 

@@ -135,8 +135,9 @@ class CandidateSearch:
         training = self._config.training
         mini_batch = training.mini_batch_size or training.batch_size
         for count in range(max(present, left // self._replica_gpus) + 1):
+            # Shards need not be equal, but every rank has to get something.
             dp = with_replicas(self._core, count, self._replica_gpus).dp
-            if count in {0, present} or mini_batch % dp == 0:
+            if count in {0, present} or dp <= mini_batch:
                 yield count
 
     def _holds_replica(self) -> bool:

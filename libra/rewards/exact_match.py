@@ -2,9 +2,20 @@
 
 import re
 
+from libra.errors import ConfigError
 from libra.rewards.case import RewardCase
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def check_exact_match(*, ignore_case: bool = False, pattern: str = "") -> None:  # noqa: ARG001
+    """Raise ConfigError for a pattern with which no response could be scored."""
+    try:
+        num_groups = re.compile(pattern).groups
+    except (re.error, TypeError) as error:
+        raise ConfigError(f"reward_args: pattern {pattern!r}: {error}") from error
+    if num_groups > 1:
+        raise ConfigError(f"reward_args: pattern {pattern!r} has {num_groups} groups, not one")
 
 
 def exact_match(case: RewardCase, *, ignore_case: bool = False, pattern: str = "") -> float:

@@ -9,7 +9,7 @@ from libra.errors import ConfigError
 from libra.rewards.case import RewardCase
 from libra.rewards.character_class import character_class
 from libra.rewards.code import code
-from libra.rewards.exact_match import exact_match, number_match
+from libra.rewards.exact_match import check_exact_match, exact_match, number_match
 from libra.rewards.math import math, require_math_verify
 from libra.rewards.sandbox import require_sandbox
 from libra.user_code import function_at
@@ -46,6 +46,8 @@ def load_reward(name: str, arguments: Mapping[str, Any]) -> RewardFunction:
         inspect.signature(function).bind("case", **arguments)
     except TypeError as error:
         raise ConfigError(f"reward_args: {name}(case, ...): {error}") from error
+    if function is exact_match:
+        check_exact_match(**arguments)
     require_for(name)
     return partial(function, **arguments)
 

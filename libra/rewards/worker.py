@@ -24,6 +24,7 @@ from libra.rewards.messages import (
     WorkerUnusable,
     case_of,
 )
+from libra.user_code import error_in_words
 from libra.wire.framing import FrameDecoder, encode_frame
 
 _CHUNK_BYTES = 1 << 16
@@ -38,8 +39,13 @@ def main() -> None:
             _send(connection, WorkerUnusable(order.incarnation, str(error)))
             sys.exit(error.exit_code)
         _send(connection, WorkerReady(order.incarnation))
+        own_pid = os.getpid()
         for frame in _frames(connection):
-            _send(connection, score(function, case_of(frame)))
+            outcome = score(function, case_of(frame))
+            if os.getpid() != own_pid:
+                # The reward forked and came back twice: a second answer would be the next case's.
+                os._exit(0)
+            _send(connection, outcome)
 
 
 def score(function: RewardFunction, case: RewardCase) -> Scored | RewardFailed:
@@ -49,7 +55,7 @@ def score(function: RewardFunction, case: RewardCase) -> Scored | RewardFailed:
     except SystemExit as error:
         return RewardFailed(f"called sys.exit({error.code!r})")
     except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt raised by a library included
-        return RewardFailed(f"{type(error).__name__}: {error}"[:500])
+        return RewardFailed(error_in_words(error))
     return result if isinstance(result, RewardFailed) else Scored(result)
 
 

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from libra.algorithms.advantage import is_flat
 from libra.data.cursor import PromptRef
 from libra.errors import InvariantError
 from libra.ids import GroupId, PolicyVersion, TrajectoryId
@@ -43,8 +44,8 @@ class CompleteGroup(msgspec.Struct, frozen=True):
 
     @property
     def is_flat(self) -> bool:
-        """All rewards equal: no trajectory of the group has an advantage."""
-        return len({t.reward for t in self.trajectories}) == 1
+        """All rewards as good as equal: no trajectory of the group has an advantage."""
+        return is_flat([t.reward or 0.0 for t in self.trajectories])
 
 
 class OpenGroup:

@@ -75,6 +75,29 @@ def list_complete_checkpoints(
     Complete means: the manifest can be read, fits the directory's name, and names exactly the
     files that are there with their sizes; `with_hashes` reads every byte as well.
     """
+    return _sorted_out(directory, with_hashes=with_hashes)[0]
+
+
+def newest_checkpoint(directory: Path) -> CheckpointInfo | None:
+    """Return the newest complete checkpoint, every byte of it read; None when there never was one.
+
+    Raises DataError when there are checkpoints and none can be used: whoever began anew in their
+    place would replace them.
+    """
+    complete, skipped = _sorted_out(directory, with_hashes=True)
+    if complete:
+        return complete[0]
+    if skipped:
+        reasons = "".join(f"\n  {reason}" for reason in skipped)
+        raise DataError(
+            f"no checkpoint in {directory} can be used; restore one, or move them away to begin "
+            f"anew:{reasons}"
+        )
+    return None
+
+
+def _sorted_out(directory: Path, *, with_hashes: bool) -> tuple[list[CheckpointInfo], list[str]]:
+    """Complete checkpoints, newest first, and why the others are not."""
     complete: list[CheckpointInfo] = []
     skipped: list[str] = []
     for step, path in sorted(_step_directories(directory), reverse=True):
@@ -88,7 +111,7 @@ def list_complete_checkpoints(
                 step=step, directory=path, manifest=manifest, newer_skipped=tuple(skipped)
             )
         )
-    return complete
+    return complete, skipped
 
 
 def _verified_manifest(path: Path, step: int, *, with_hashes: bool) -> CheckpointManifest:

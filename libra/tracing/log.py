@@ -49,7 +49,7 @@ class EventLog:
 
     def write(self, event: EventDict) -> None:
         if self._fd is not None:
-            line = self._encoder.encode(event) + b"\n"
+            line = self._encoded(event) + b"\n"
             try:
                 is_whole = os.write(self._fd, line) == len(line)
             except OSError:
@@ -57,6 +57,13 @@ class EventLog:
             self.num_lost += not is_whole
         if self._show is not None:
             self._show(human_line(event))
+
+    def _encoded(self, event: EventDict) -> bytes:
+        try:
+            return self._encoder.encode(event)
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            # What a user's exception or a file's name holds need not be text.
+            return self._encoder.encode({name: _as_text(value) for name, value in event.items()})
 
     def close(self) -> None:
         if self._fd is not None:
@@ -126,6 +133,10 @@ def _completed(event: EventDict, method: str, bound: dict[str, str]) -> EventDic
 def _now_text() -> str:
     seconds, ns = divmod(clock.wall_ns(), _NS_PER_S)
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{ns // 1_000_000:03d}Z"
+
+
+def _as_text(value: object) -> str:
+    return str(value).encode(errors="backslashreplace").decode()
 
 
 def _shown(value: object) -> str:

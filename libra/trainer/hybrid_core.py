@@ -48,6 +48,9 @@ class CoreExchange:
         self._reference = 0.0
         """Square sum of one core replica's gradients, of the mini-batch before this one."""
 
+        self._digest: int | None = None
+        """Of the weights now; None while nobody wants to know."""
+
         self._reduced: Floats | None = None
         self.dropped: dict[ReplicaId, str] = {}
 
@@ -78,6 +81,8 @@ class CoreExchange:
         self._hybrids, self.dropped = command.hybrids or _NOBODY, {}
         self._backend.seam.before = self._take_in if command.hybrids else None
         if command.hybrids is None:
+            # The weights are going to change without anybody looking.
+            self._digest = None
             self._reference = 0.0
             if self._head is not None:
                 self._head.forget_everything()
@@ -85,8 +90,9 @@ class CoreExchange:
         if not self._replica_size:
             raise InvariantError(f"step {command.step} has hybrid replicas, but no lane is open")
         if self._head is not None:
-            digest = self._backend.gradients.weights_digest()
-            self._head.begin(command.step, digest, _replicas(command.hybrids))
+            if self._digest is None:
+                self._digest = self._backend.gradients.weights_digest()
+            self._head.begin(command.step, self._digest, _replicas(command.hybrids))
 
     def num_own_tokens(self, index: int, mini_batch: MiniBatch) -> int:
         of_members = sum(share.num_tokens[index] for share in self._hybrids.members)
@@ -117,12 +123,9 @@ class CoreExchange:
             self._reduced = self._head.buffer()
             self._reduced[:] = 0.0
         values, self._reduced = self._reduced, None
-        self._head.publish(
-            self._fence(),
-            tuple(map(float, stepped)),
-            values,
-            digest=self._backend.gradients.weights_digest(),
-        )
+        self._digest = self._backend.gradients.weights_digest()
+        numbers = tuple(map(float, stepped))
+        self._head.publish(self._fence(), numbers, values, digest=self._digest)
 
     def _fence(self) -> Fence:
         at = self._at

@@ -117,5 +117,7 @@ def _digest(weights: torch.Tensor) -> int:
 def _as_words(weights: torch.Tensor) -> Any:
     """The bytes as uint8[n], n a multiple of eight; what is added is zeros."""
     raw = weights.contiguous().view(-1).view(torch.uint8)
+    if raw.storage_offset() % _WORD_BYTES:
+        raw = raw.clone()
     missing = -raw.numel() % _WORD_BYTES
     return torch.nn.functional.pad(raw, (0, missing)) if missing else raw

@@ -57,7 +57,7 @@ def policy_loss(
             entropy=entropies.sum(),
             clipped=_is_clipped(ratio, batch.advantages, objective).float().sum(),
             ratio=ratio.sum(),
-            mismatch=mismatch_k3(_held(logprobs - batch.rollout_logprobs)).sum(),
+            mismatch=mismatch_k3(logprobs - batch.rollout_logprobs).sum(),
         )
     return loss, sums
 
@@ -169,7 +169,8 @@ def _for_samples_of(
 
 def mismatch_k3(mismatch: torch.Tensor) -> torch.Tensor:
     """k3 per token from d = log pi_trainer - log pi_engine, for tokens that the engine drew."""
-    return mismatch.exp() - 1 - mismatch
+    held = _held(mismatch)
+    return held.exp() - 1 - held
 
 
 def _held(log_ratio: torch.Tensor) -> torch.Tensor:

@@ -62,8 +62,10 @@ class ChildStatus(msgspec.Struct, frozen=True, kw_only=True):
     child: str
     role: Literal["rollout", "trainer"]
     state: str
+    """A hybrid replica's is what it is to the core: joining, catching_up, member, leaving."""
+
     since_s: float
-    """Seconds in this state."""
+    """Seconds in this state; of a hybrid replica, its processes in theirs."""
 
     pid: int | None
     num_restarts: int

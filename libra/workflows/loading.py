@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from libra.data.tokenizer import PromptTokenizer
 from libra.errors import ConfigError
 from libra.user_code import function_at
 from libra.workflows.client import Workflow
-from libra.workflows.multi_turn import multi_turn
+from libra.workflows.multi_turn import check_multi_turn, multi_turn
 from libra.workflows.single_turn import single_turn
+from libra.workflows.tools import Toolbox
 
 BUILT_IN = {"single_turn": single_turn, "multi_turn": multi_turn}
 
@@ -32,6 +34,22 @@ def load_workflow(name: str, arguments: Mapping[str, Any]) -> Workflow:
         inspect.signature(function).bind("task", "client", **arguments)
     except TypeError as error:
         raise ConfigError(f"workflow_args: {name}(task, client, ...): {error}") from error
-    for tool in arguments.get("tools", ()) if function is multi_turn else ():
-        function_at(tool)
+    if function is multi_turn:
+        check_multi_turn(**arguments)
     return partial(function, **arguments)
+
+
+def warning_of(name: str, arguments: Mapping[str, Any], tokenizer: PromptTokenizer) -> str | None:
+    """What works but is probably not meant about a workflow that `load_workflow` has taken."""
+    tools = arguments.get("tools")
+    if BUILT_IN.get(name) is not multi_turn or not tools:
+        return None
+    schemas = Toolbox([function_at(tool) for tool in tools], timeout_s=1.0).schemas()
+    question = [{"role": "user", "content": "?"}]
+    if tokenizer.encode_chat(question, tools=schemas) != tokenizer.encode_chat(question):
+        return None
+    return (
+        "workflow_args: the chat template leaves tools out, so the policy is not told of "
+        f"{', '.join(tools)}; take a model whose template shows tools, or describe them in the "
+        "prompts"
+    )

@@ -3,12 +3,32 @@
 from collections.abc import Sequence
 
 from libra.data.task import Task
+from libra.errors import ConfigError
 from libra.rollouts.trajectory import Trajectory
 from libra.rollouts.transcript import Transcript
 from libra.user_code import function_at
 from libra.workflows.client import RolloutClient
 from libra.workflows.text import decoded, encoded_after_answer
 from libra.workflows.tools import Toolbox, calls_in
+
+
+def check_multi_turn(
+    *, tools: Sequence[str], max_turns: int = 8, tool_timeout_s: float = 30.0
+) -> None:
+    """Raise ConfigError for arguments with which no sample could be answered."""
+    if isinstance(tools, str) or not all(isinstance(name, str) for name in tools):
+        raise ConfigError(f"workflow_args: tools is {tools!r}; it is a list of module:function")
+    if not isinstance(max_turns, int) or max_turns < 1:
+        raise ConfigError(f"workflow_args: max_turns is {max_turns!r}; it is a number from 1")
+    if not isinstance(tool_timeout_s, (int, float)) or not tool_timeout_s > 0:
+        raise ConfigError(f"workflow_args: tool_timeout_s is {tool_timeout_s!r}; it is above 0")
+    functions = [function_at(name) for name in tools]
+    try:
+        Toolbox(functions, timeout_s=tool_timeout_s).schemas()
+    except (AttributeError, NameError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"workflow_args: the tools' signatures cannot be shown to the model: {error}"
+        ) from error
 
 
 async def multi_turn(

@@ -5,12 +5,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
 import anyio
+import anyio.lowlevel
 import msgspec
 from anyio import to_thread
+from anyio.lowlevel import RunVar
 
 from libra.errors import ConfigError
+from libra.user_code import error_in_words
+
+MAX_TOOL_THREADS = 256
+"""Calls of plain functions at a time; more wait, which counts against their time limit."""
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_limiter_of_loop: RunVar[anyio.CapacityLimiter | None] = RunVar("tool_threads")
 _JSON_TYPES: Mapping[object, str] = {
     str: "string",
     int: "integer",
@@ -83,9 +90,15 @@ class Toolbox:
             return f"error: no tool {call.name!r}; there are {', '.join(self._function_of)}"
         with anyio.move_on_after(self._timeout_s):
             try:
-                return str(await _called(function, call.arguments))
-            except Exception as error:  # noqa: BLE001 - whatever a tool raises is its answer
-                return f"error: {type(error).__name__}: {error}"
+                answer = str(await _called(function, call.arguments))
+                # A tokenizer takes no halves of characters, which pages of the web may hold.
+                return answer.encode(errors="replace").decode()
+            except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - its answer
+                return f"error: {error_in_words(error)}"
+            except anyio.get_cancelled_exc_class():
+                # Ours goes on here; that of something which the tool had cancelled itself does not.
+                await anyio.lowlevel.checkpoint_if_cancelled()
+                return "error: it waited for something that was cancelled"
         return f"error: {call.name} took longer than {self._timeout_s} s"
 
 
@@ -93,7 +106,18 @@ async def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) ->
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     # The thread of a tool that hangs is left behind; the answer does not wait for it.
-    return await to_thread.run_sync(lambda: function(**arguments), abandon_on_cancel=True)
+    return await to_thread.run_sync(
+        lambda: function(**arguments), abandon_on_cancel=True, limiter=_tool_threads()
+    )
+
+
+def _tool_threads() -> anyio.CapacityLimiter:
+    """The event loop's own: slow tools must not take the threads in which everything else works."""
+    limiter = _limiter_of_loop.get(None)
+    if limiter is None:
+        limiter = anyio.CapacityLimiter(MAX_TOOL_THREADS)
+        _limiter_of_loop.set(limiter)
+    return limiter
 
 
 def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:

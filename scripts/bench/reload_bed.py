@@ -35,6 +35,7 @@ from libra.wire.rank import (
     SaveCheckpoint,
     SendWeights,
     StepTrained,
+    TrainStep,
     WeightsExported,
     WeightsOffered,
     WeightsSent,
@@ -87,6 +88,22 @@ class Batch(msgspec.Struct, frozen=True):
     record: ReloadRecord
     cpu_s: float
     """From the first request to the committed record, all threads."""
+
+
+class NoReplicas:
+    """No plan has a hybrid replica."""
+
+    def start(self, placement: object) -> None:
+        raise AssertionError(f"{placement} is to be started")
+
+    def stop(self, replica_id: object) -> None:
+        raise AssertionError(f"{replica_id} is to be stopped")
+
+    def tell(self, replica_id: object, command: object) -> None:
+        raise AssertionError(f"{replica_id} is told {command}")
+
+    def train(self, replica_id: object, command: object, shards: object) -> None:
+        raise AssertionError(f"{replica_id} is to train {command} on {shards}")
 
 
 class NoPlans:
@@ -172,6 +189,7 @@ class Bed:
                 ),
                 Ports(
                     ranks=PlayedRanks(self, tasks),
+                    replicas=NoReplicas(),
                     trainer=NoPlans(),
                     plans=NoPlans(),
                     engines=engines,
@@ -232,9 +250,9 @@ class PlayedRanks:
     def tell_rank_zero(self, attempt: int, command: RankCommand) -> None:
         self._tasks.start_soon(self._answer, attempt, command)
 
-    def train(self, attempt: int, step: int, shards: object) -> None:
+    def train(self, attempt: int, command: TrainStep, shards: object) -> None:
         del shards
-        said = RankSaid(attempt, StepTrained(0, step, METRICS))
+        said = RankSaid(attempt, StepTrained(0, command.step, METRICS))
         self._tasks.start_soon(self._bed.inbox.post, said)
 
     async def _answer(self, attempt: int, command: RankCommand) -> None:

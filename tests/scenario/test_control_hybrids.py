@@ -6,6 +6,9 @@ import pytest
 
 from hybrid_world import HybridWorld
 from libra.pools.hybrid import HybridState
+from libra.wire.hybrid import LaneAddress, LaneOpened
+from libra_supervisor import events
+from libra_supervisor.loop import commands
 
 
 def run_on(world, rng, condition, *, most=4000):
@@ -99,6 +102,17 @@ def test_a_lost_core_takes_its_replicas_with_it_and_new_ones_join_the_next():
     assert world.lanes_attempt == world.attempt == 2
 
 
+def test_no_snapshot_is_asked_for_before_the_core_is_where_the_run_goes_on():
+    world, rng = booted(), Random(5)
+    name = world.attach()
+    for kind in (events.ReplicaReady, events.GangReady):
+        (event,) = [it for it in world.pending if isinstance(it, kind)]
+        world.pending.remove(event)
+        world.post(event)
+        assert not world.writing
+    run_on(world, rng, lambda: any(name in it for it in world.members_of.values()))
+
+
 def test_a_replica_of_another_size_is_a_bug():
     world = booted()
     world.attach()
@@ -113,3 +127,19 @@ def test_in_mode_none_servers_that_answered_before_the_trainer_are_routed_to():
     run_on(world, rng, lambda: world.ended is not None)
     assert world.ended.exit_code == 0
     assert not world.published
+
+
+def test_a_replica_that_waited_for_the_lanes_of_a_lost_core_is_not_sent_to_the_next():
+    world = HybridWorld()
+    desk = world.hybrids
+    desk.on_core_begins(1)
+    name = world.attach()
+    desk.on_core_ready()
+    desk.on_replica_ready(name, now=0.0)
+    opening, snapshot = desk.on_boundary(0, is_saving=False).commands
+    assert isinstance(opening, commands.TellRanks)
+    assert isinstance(snapshot, commands.TakeSnapshot)
+    assert desk.on_snapshot_saved(0).commands == ()
+    assert commands.StopReplica(name) in desk.on_core_begins(2).commands
+    told = [desk.on_lane_opened(LaneOpened(k, k, LaneAddress(), None)).commands for k in (0, 1)]
+    assert told == [(), ()]

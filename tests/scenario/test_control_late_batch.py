@@ -114,3 +114,16 @@ def test_a_sample_younger_than_the_limit_is_left_alone():
     pass_time(world, 1)
     assert len(world.missing) == 1
     assert world.asked_again == []
+
+
+def test_while_the_trainer_is_held_for_a_change_of_the_plan_the_clock_stands():
+    world = stuck_world(("p0",))
+    world.control.cycle.hold()
+    for _ in range(5):
+        pass_time(world, TIMEOUT_S)
+    assert world.missing == []
+    world.control.cycle.release()
+    pass_time(world, TIMEOUT_S - 1)
+    assert world.missing == []
+    pass_time(world, 1)
+    assert len(world.asked_again) == 1

@@ -15,9 +15,11 @@ from libra.config.training import TrainingConfig
 from libra.ids import InstanceId, ReplicaId, SlotId
 from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, TrainPlacement
 from libra.pools.change_policy import policy_of
+from libra.pools.reconfiguration import Order
 from libra_supervisor import events
 from libra_supervisor.app.operator import waiting_for
 from libra_supervisor.loop.plan_desk import PlanDesk
+from libra_supervisor.loop.plan_memory import PlanMemory
 from metrics_source import trained_collector
 
 IDS = [InstanceId("vllm-0"), InstanceId("vllm-1")]
@@ -206,6 +208,17 @@ def test_a_replica_that_never_joins_is_given_up_in_time_and_rollout_gets_its_dev
     assert world.replicas.members == set()
 
 
+def test_instances_that_are_loading_weights_count_as_serving_and_leave_in_waves():
+    world, rng = elastic(runtime_rollout_reconfigure_strategy="restart_all"), Random(5)
+    until(world, rng, a_step_is_trained)
+    until(world, rng, lambda w: {m.state.value for m in w.control.pool.members} == {"reloading"})
+    want(world, plan([2], [0, 1]))
+    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    [record] = records(world)
+    assert record.outcome == "done"
+    assert record.transitions[:2] == ("drain vllm-0", "stop vllm-0")
+
+
 def test_only_one_change_at_a_time_and_none_before_a_version_is_served():
     world, rng = elastic(), Random(7)
     want(world, plan([2], [0, 1, 3]), 1)
@@ -309,6 +322,22 @@ def strike(world, rng, fault):
         world.kill_process(instance_id)
 
 
+def resumed(world, memory) -> RandomWorld:
+    """The same run under another supervisor, which knows what the first one kept."""
+    replicas = Replicas()
+    desk = PlanDesk(
+        memory.to_start_with(min_rollout_gpus=1),
+        world.control.plans.policy,
+        config=RunConfig(model=ModelConfig(model_path="m")),
+        memory=memory,
+        hybrids=replicas,
+    )
+    second = replicas.world = RandomWorld(total_steps=3, plans=desk)
+    second.replicas = replicas
+    second.boot()
+    return second
+
+
 def test_what_is_kept_for_a_later_supervisor_is_enough_to_go_on():
     world, rng = elastic(), Random(11)
     until(world, rng, a_step_is_trained)
@@ -316,18 +345,10 @@ def test_what_is_kept_for_a_later_supervisor_is_enough_to_go_on():
     until(world, rng, lambda w: "vllm-3" in w.processes)
     memory = world.kept_plans[-1].memory
     assert memory.order is not None
-    replicas = Replicas()
-    again = PlanDesk(
-        memory.plan,
-        world.control.plans.policy,
-        config=RunConfig(model=ModelConfig(model_path="m")),
-        memory=memory,
-        hybrids=replicas,
-    )
+    second = resumed(world, memory)
+    again = second.control.plans
     assert again.plan == memory.order.old
     assert again.is_busy
-    second = replicas.world = RandomWorld(total_steps=3, plans=again)
-    second.boot()
     until(second, rng, lambda w: len(w.reconfigurations) == 1)
     [record] = records(second)
     assert (record.decision_id, record.outcome) == (1, "done")
@@ -335,3 +356,49 @@ def test_what_is_kept_for_a_later_supervisor_is_enough_to_go_on():
     # The name of a replica that has ended is never used again.
     assert [it.replica_id for it in record.plan.hybrids] == ["hybrid-4"]
     assert second.kept_plans[-1].memory.order is None
+
+
+def test_replicas_of_the_plan_in_force_are_attached_again_by_the_next_supervisor():
+    world, rng = elastic(), Random(11)
+    until(world, rng, a_step_is_trained)
+    want(world, plan([2], [0], [1]), 5)
+    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    world.post(events.Ticked())
+    memory = world.kept_plans[-1].memory
+    assert (memory.order, memory.decision_id) == (None, 5)
+    second = resumed(world, memory)
+    until(second, rng, lambda w: len(w.reconfigurations) == 1)
+    [record] = records(second)
+    assert (record.outcome, record.attached) == ("done", ("hybrid-3",))
+    assert second.replicas.members == {"hybrid-3"}
+
+
+def test_too_little_left_of_a_change_is_not_started_with_but_the_plan_before():
+    small, whole = plan([2], [0]), plan([2], [0, 1])
+    order = Order(decision_id=1, reason="r", old=whole, wanted=plan([2], [3, 4]))
+    memory = PlanMemory(plan=small, next_number=9, order=order)
+    assert memory.to_start_with(min_rollout_gpus=1) == small
+    assert memory.to_start_with(min_rollout_gpus=2) == whole
+    assert memory.in_force == whole
+
+
+def test_a_process_that_does_not_end_keeps_its_slot_for_ever():
+    world, rng = elastic(), Random(11)
+    until(world, rng, a_step_is_trained)
+    want(world, plan([2], [0]))
+    clean = events.InstanceRetired(IDS[1], is_clean=True)
+    until(world, rng, lambda w: clean in w.pending)
+    world.pending.remove(clean)
+    world.post(events.InstanceRetired(IDS[1], is_clean=False))
+    [record] = records(world)
+    # It was to go, and is gone from the plan; going back would need its slot.
+    assert (record.outcome, record.reason) == (
+        "failed",
+        "vllm-1 cannot be ended",
+    )
+    assert [it.instance_id for it in record.plan.instances] == ["vllm-0"]
+    assert world.kept_plans[-1].memory.lost_slots == (1,)
+    want(world, plan([2], [0, 1]), 2)
+    assert records(world)[1].reason == "slot 1 is held by a process that does not end"
+    world.run(rng)
+    assert world.ended.exit_code == 0

@@ -170,6 +170,7 @@ class World:
         self.reloads: list[commands.WriteReload] = []
         self.reconfigurations: list[commands.WriteReconfiguration] = []
         self.retired: set[InstanceId] = set()
+        self.draining: set[InstanceId] = set()
         self.asked_again: list[commands.AskAgain] = []
         self.missing: list[commands.SayMissing] = []
         self.kept_plans: list[commands.KeepPlan] = []
@@ -399,6 +400,7 @@ class World:
             case commands.AskInstance(instance_id, incarnation):
                 self._answer(instance_id, incarnation)
             case commands.RouteTo(instance_id, incarnation, version):
+                assert instance_id not in self.draining, "routed to one that is to leave"
                 process = self.processes[instance_id]
                 assert process.incarnation == incarnation
                 assert process.version == version, "routed to weights it does not hold"
@@ -463,14 +465,17 @@ class World:
                 self.start_process(placement.instance_id)
             case commands.DrainInstance(instance_id, _):
                 assert instance_id not in self.routes, "drained while requests are routed to it"
+                self.draining.add(instance_id)
                 self.pending.append(events.InstanceDrained(instance_id))
             case commands.KeepInstance(instance_id):
+                self.draining.discard(instance_id)
                 self.pending = [e for e in self.pending if e != events.InstanceDrained(instance_id)]
             case commands.RetireInstance(instance_id) if instance_id in self.retired:
                 pass  # it is on its way out already
             case commands.RetireInstance(instance_id):
                 self.pending = [e for e in self.pending if not _is_replacement(e, instance_id)]
                 self.retired.add(instance_id)
+                self.draining.discard(instance_id)
                 self._end_process(instance_id, is_asked_for=True)
                 self.pending.append(events.InstanceRetired(instance_id, is_clean=True))
                 self.placed.pop(instance_id, None)

@@ -10,6 +10,11 @@ import time
 import numpy as np
 
 
+class ShylyError(Exception):
+    def __str__(self):
+        raise RuntimeError("I would rather not say")
+
+
 def length(case):
     return len(case.response_text)
 
@@ -50,12 +55,29 @@ def _prints(case):
     return 0.5
 
 
+def _speaks_in_halves(case):
+    raise ValueError("half a character: \ud800")
+
+
+def _does_not_say(case):
+    raise ShylyError
+
+
 def _leaves_a_child(case):
     child = subprocess.Popen(["/bin/sleep", "300"], start_new_session=True)
     sys.stdout.write(f"{child.pid}\n")
     sys.stdout.flush()
     while True:
         time.sleep(1)
+
+
+def _forks(case):
+    return 0.5 if os.fork() else 0.75
+
+
+def _closes_everything(case):
+    os.closerange(3, 1000)
+    return 0.5
 
 
 def _dies_later(case):
@@ -73,7 +95,11 @@ _ACTIONS = {
     "prints": _prints,
     "leaves a child": _leaves_a_child,
     "dies later": _dies_later,
+    "forks": _forks,
+    "closes everything": _closes_everything,
     "raises": lambda case: 1 / 0,
+    "speaks in halves": _speaks_in_halves,
+    "does not say": _does_not_say,
     "returns a function": lambda case: lambda: 1.0,
     "returns nan": lambda case: float("nan"),
     "returns numpy": lambda case: np.float32(0.5),

@@ -62,6 +62,7 @@ class HybridWorld(RandomWorld):
         self.drops: dict[ReplicaId, str] = {}
         """Told with the step that is being trained."""
 
+        self.stopped: set[ReplicaId] = set()
         self.count = 0
 
     def attach(self) -> ReplicaId:
@@ -133,10 +134,12 @@ class HybridWorld(RandomWorld):
                 self.replicas[placement.replica_id] = Replica(placement)
                 self.pending.append(events.ReplicaReady(placement.replica_id))
             case commands.StopReplica(name):
+                self.stopped.add(name)
                 if self.replicas.pop(name, None) is not None:
                     self.pending = [it for it in self.pending if not _is_of(it, name)]
                     self.pending.append(events.ReplicaDown(name, "it was told to leave"))
             case commands.TellReplica(name, order):
+                assert name not in self.stopped, "it has been told to leave"
                 if name in self.replicas:
                     self.replicas[name].orders.append(order)
             case commands.TellRanks(attempt, OpenLanes(replica_size=size)):

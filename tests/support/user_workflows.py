@@ -1,5 +1,7 @@
 """What a user writes: tools and a workflow, found by `module:function`."""
 
+import asyncio
+
 from libra import clock
 
 
@@ -15,6 +17,28 @@ def add(a: int, b: int = 1) -> int:
 
 def broken():
     raise RuntimeError("no such page")
+
+
+def unknown_type(place: "Nowhere"):  # noqa: F821 - on purpose
+    return place
+
+
+def scrapes():
+    return "half \ud800"
+
+
+def leaves():
+    raise SystemExit(3)
+
+
+async def leaves_async():
+    raise SystemExit(4)
+
+
+async def waits_in_vain():
+    answer = asyncio.get_running_loop().create_future()
+    answer.cancel()
+    await answer
 
 
 async def endless():

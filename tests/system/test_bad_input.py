@@ -35,6 +35,14 @@ def test_a_missing_model_names_the_key_and_the_path(tmp_path, quickstart):
     assert "/no/such/model" in done.stderr
 
 
+@pytest.mark.parametrize("mode", [(), ("--dry-run",)])
+def test_a_workflow_that_cannot_be_loaded_leaves_no_run_behind(tmp_path, quickstart, mode):
+    done = run(tmp_path, quickstart, "-o", "workflow=no_such_module_:f", *mode)
+    assert done.returncode == 2
+    assert "importing no_such_module_ failed" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_wrong_keys_and_values_are_all_reported_at_once(tmp_path, quickstart):
     config = tmp_path / "wrong.yaml"
     config.write_text(

@@ -53,6 +53,8 @@ def test_a_slot_goes_from_rollout_to_training_and_back_while_steps_go_on(run):
     assert (lent.outcome, lent.stalled_s) == ("done", 0.0), lent
     (replica_id,) = lent.attached
     assert [it.replica_id for it in plan_in(run.run_dir).hybrids] == [replica_id]
+    (row,) = [it for it in run.status()["children"] if it["child"] == replica_id]
+    assert (row["role"], row["state"]) == ("trainer", "member")
     joined_at = max(run.steps())
     run.until_step(joined_at + 4)
     want(run.run_dir, plan, decision_id=2)

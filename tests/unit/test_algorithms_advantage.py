@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.algorithms.advantage import advantages, fraction_of_flat_groups, group_advantages
+from libra.algorithms.advantage import advantages, group_advantages
 from libra.config.algorithm import AlgorithmConfig
 from libra.errors import InvariantError
+from libra.rewards.coercion import LARGEST
 
 
 def form(name, eps=1e-6):
@@ -58,6 +59,14 @@ def test_each_form_gives_the_published_numbers(name, eps, rewards, expected):
     assert got == pytest.approx(expected, abs=6e-8)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("grpo", 0.5 / (0.5**0.5 + 0.5)), ("grpo_population_std", 0.5), ("loo_std", 1.0)],
+)
+def test_eps_is_added_to_the_standard_deviation(name, expected):
+    assert group_advantages([0.0, 1.0], form(name, 0.5))[1] == pytest.approx(expected)
+
+
 FORMS = ["grpo", "grpo_population_std", "dr_grpo", "rloo", "loo_std", "maxrl"]
 
 
@@ -82,6 +91,13 @@ def test_leave_one_out_with_equal_others_is_not_divided_by_their_zero_std():
     assert single == 1.0
     assert others == pytest.approx([-0.57734927] * 3, abs=1e-8)
     assert group_advantages([1, 0, 0, 0], form("grpo"))[0] == pytest.approx(1.499997, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_largest_rewards_have_advantages_in_single_precision(name):
+    for rewards in ([LARGEST, -LARGEST, 0.0], [LARGEST, LARGEST * 0.9, 0.0]):
+        got = group_advantages(rewards, form(name))
+        assert all(math.isfinite(as_float32(advantage)) for advantage in got)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -111,13 +127,6 @@ def test_groups_are_told_apart_by_id_in_any_order_and_size():
 def test_a_reward_that_is_not_finite_never_becomes_an_advantage(reward):
     with pytest.raises(InvariantError, match="reached the advantages"):
         advantages([0.0, reward, 1.0], ["g", "g", "g"], form("grpo"))
-
-
-@pytest.mark.case("T-B22")
-def test_flat_groups_are_counted():
-    rewards, groups = [1, 1, 0, 1, 0.5], ["a", "a", "b", "b", "c"]
-    assert fraction_of_flat_groups(rewards, groups) == pytest.approx(2 / 3)
-    assert fraction_of_flat_groups([], []) == 0.0
 
 
 @given(

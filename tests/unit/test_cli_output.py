@@ -1,6 +1,9 @@
+import subprocess
 import sys
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
+
+import pytest
 
 from config_files import write_run
 from libra.errors import SiteError
@@ -22,3 +25,43 @@ def test_a_full_disk_under_the_output_is_one_message(capfd, monkeypatch):
         assert capfd.readouterr().err == (
             "libra-supervisor schema: writing failed: [Errno 28] No space left on device\n"
         )
+
+
+HANGS = """
+import asyncio, sys, threading, time
+import anyio
+from anyio import to_thread
+from libra_supervisor.app.user_threads import abandon_user_threads
+from libra_supervisor.cli import main
+
+def hang():
+    time.sleep(600)
+
+async def impatient():
+    with anyio.move_on_after(0.1):
+        {wait}
+
+async def run():
+    abandon_user_threads()
+    await impatient()
+
+anyio.run(run, backend_options={{"use_uvloop": True}})
+sys.argv = ["libra-supervisor", "schema"]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "wait",
+    ["await to_thread.run_sync(hang, abandon_on_cancel=True)", "await asyncio.to_thread(hang)"],
+)
+def test_a_thread_that_hangs_does_not_keep_the_process(wait):
+    done = subprocess.run(  # noqa: S603 - our own program
+        [sys.executable, "-c", HANGS.format(wait=wait)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={"PYTHONPATH": ":".join(p for p in sys.path if p)},
+    )
+    assert done.stdout.rstrip().endswith("}")

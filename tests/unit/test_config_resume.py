@@ -23,6 +23,15 @@ def test_a_resumed_run_may_learn_at_another_rate_for_longer():
     assert not check_resume(old, new, place_of={})
 
 
+def test_a_resumed_run_may_be_laid_out_anew_but_for_experts_that_are_spread_over_ranks():
+    old = config_from(train_gpus="2")
+    new = config_from(train_gpus="4", train_tp_size="2", train_pp_size="2")
+    assert not check_resume(old, new, place_of={})
+    spread = config_from(train_gpus="4", train_ep_size="2")
+    (found,) = check_resume(old, spread, place_of={})
+    assert (found.path, "an optimizer of their own" in found.what) == ("train_ep_size", True)
+
+
 def test_a_resumed_run_keeps_its_seed_and_batch():
     place = Place("run.yaml", 3)
     found = check_resume(

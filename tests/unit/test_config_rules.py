@@ -20,6 +20,11 @@ ARCH = (
     "vocab_size: 512, max_position_embeddings: 8192}"
 )
 MOE = ARCH.replace("vocab_size", "num_experts: 6, moe_intermediate_size: 96, vocab_size")
+HARDWARE = (
+    "hardware: {device_name: x, memory_bytes: 1, dense_bf16_flops: 1, gpus_per_node: 8, "
+    "memory_bandwidth_bytes_per_s: 1, intra_node_bandwidth_bytes_per_s: 1, "
+    "inter_node_bandwidth_bytes_per_s: 1}"
+)
 SCHEDULING = "heterogeneous_rollout.scheduling"
 PLANNER = "global_resource_planner"
 
@@ -432,7 +437,18 @@ def test_expert_candidates_divide_the_experts():
 def test_nothing_elastic_is_on_without_the_master_switch(name: str):
     assert only(f"{PLANNER}: {{{name}: true}}").path == f"{PLANNER}.{name}"
     on = f"{PLANNER}: {{runtime_dynamic_reconfiguration_enabled: true, {name}: true}}"
-    assert not broken_rules(on)
+    assert not broken_rules(f"{HARDWARE}\n{on}")
+
+
+def test_online_replanning_needs_hardware_to_price():
+    on = (
+        f"{PLANNER}: {{runtime_dynamic_reconfiguration_enabled: true, "
+        "runtime_online_replanning: true}"
+    )
+    problem = only(on)
+    assert problem.path == f"{PLANNER}.runtime_online_replanning"
+    assert "no plan can be priced" in problem.what
+    assert not broken_rules(f"{HARDWARE}\n{on}")
 
 
 def test_cluster_swap_needs_its_switch():

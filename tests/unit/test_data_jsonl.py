@@ -70,9 +70,10 @@ def test_a_compressed_file_has_the_rows_and_the_fingerprint_of_the_plain_one(tmp
     assert packed.fingerprint == plain.fingerprint
 
 
-def test_the_fingerprint_changes_with_one_byte(tmp_path):
+@pytest.mark.parametrize("other", [b'{"a": 2}\n', b'{"a": 1} \n', b'{"a": 1}'])
+def test_the_fingerprint_changes_with_one_byte(tmp_path, other):
     first = JsonlSource(write(tmp_path / "x.jsonl", b'{"a": 1}\n')).fingerprint
-    assert JsonlSource(write(tmp_path / "x.jsonl", b'{"a": 2}\n')).fingerprint != first
+    assert JsonlSource(write(tmp_path / "x.jsonl", other)).fingerprint != first
 
 
 @pytest.mark.parametrize("cut", [10, 30])

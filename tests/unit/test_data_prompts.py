@@ -7,7 +7,7 @@ from libra.data.dataset import PromptDataset, PromptRules
 from libra.data.formats import open_source
 from libra.data.task import PromptFields
 from libra.data.tokenizer import PromptTokenizer
-from libra.errors import DataError
+from libra.errors import DataError, TokenizerError
 from tokenizer_dirs import CHATML, write_tokenizer
 
 USER = [{"role": "user", "content": "HAVING"}]
@@ -41,6 +41,10 @@ def test_messages_are_rendered_as_they_are(tmp_path, tokenizer):
     task = dataset(tmp_path, tokenizer, [{"prompt": messages, "answer": "x"}]).task(0)
     assert tokenizer.decode(task.prompt_token_ids) == "system\nS\nuser\nHAVING\nassistant\n"
     assert task.prompt_text == "HAVING"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "HAVING"}]}]
+    assert (
+        dataset(tmp_path, tokenizer, [{"prompt": parts, "answer": "x"}]).task(0).prompt_text == ""
+    )
 
 
 def test_without_a_chat_template_the_text_is_the_prompt(tmp_path, tokenizer):
@@ -61,11 +65,12 @@ def test_every_bad_row_is_named_at_once(tmp_path, tokenizer):
         {"prompt": [], "answer": ""},
         {"prompt": ["x"], "answer": ""},
         {"prompt": "no answer"},
+        {"prompt": [{"role": 5, "content": "x"}], "answer": ""},
     ]
     with pytest.raises(DataError) as raised:
         dataset(tmp_path, tokenizer, rows)
     message = str(raised.value)
-    assert message.startswith("7 rows cannot be used (fix them, or leave them out with on_bad_row")
+    assert message.startswith("8 rows cannot be used (fix them, or leave them out with on_bad_row")
     for line in (
         "x.jsonl:2:11: Expecting value",
         "x.jsonl:3:1: no field 'prompt' (fields here: answer)",
@@ -74,6 +79,7 @@ def test_every_bad_row_is_named_at_once(tmp_path, tokenizer):
         "x.jsonl:6:1: 'prompt' is []; expected",
         "x.jsonl:7:1: prompt[0] is not a message with a role",
         "x.jsonl:8:1: no field 'answer' (fields here: prompt)",
+        "x.jsonl:9:1: prompt[0] is not a message with a role",
     ):
         assert line in message
 
@@ -87,6 +93,47 @@ def test_bad_rows_can_be_left_out_and_are_counted(tmp_path, tokenizer):
         "x.jsonl:1:2",
         "x.jsonl:3:1",
     ]
+
+
+# As published templates do it: texts are added up, which fails for anything else.
+ADDING = (
+    "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
+)
+
+
+@pytest.mark.case("T-B39")
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "user", "content": 5}, 'TypeError: can only concatenate str (not "int")'),
+        ({"role": "user", "content": None}, 'TypeError: can only concatenate str (not "NoneType")'),
+        ({"role": "user"}, "has no attribute 'content'"),
+        ({"role": "robot", "content": "x"}, "no robots"),
+    ],
+)
+def test_a_row_that_the_template_refuses_is_a_bad_row(tmp_path, message, reason):
+    tokenizer = PromptTokenizer(write_tokenizer(tmp_path / "tokenizer", template=ADDING))
+    rows = [{"prompt": "ok", "answer": ""}, {"prompt": [message], "answer": ""}]
+    with pytest.raises(DataError) as raised:
+        dataset(tmp_path, tokenizer, rows)
+    assert "x.jsonl:2:1: " in str(raised.value)
+    assert reason in str(raised.value)
+    assert dataset(tmp_path, tokenizer, rows, on_bad_row="skip").rows.tolist() == [0]
+
+
+def test_a_tokenizer_without_a_template_is_not_the_rows_fault(tmp_path):
+    tokenizer = PromptTokenizer(write_tokenizer(tmp_path / "tokenizer", template=None))
+    with pytest.raises(TokenizerError, match="has no chat template"):
+        dataset(tmp_path, tokenizer, [{"prompt": "x", "answer": ""}], on_bad_row="skip")
+
+
+@pytest.mark.parametrize("field", ["answer", "level"])
+def test_a_value_that_no_reward_could_be_given_is_a_bad_row(tmp_path, tokenizer, field):
+    rows = [{"prompt": "ok", "answer": ""}, {"prompt": "ok", "answer": "", field: 10**30}]
+    with pytest.raises(DataError, match=rf"x\.jsonl:2:1: '{field}' cannot be handed to a reward"):
+        dataset(tmp_path, tokenizer, rows)
+    assert dataset(tmp_path, tokenizer, rows, on_bad_row="skip").rows.tolist() == [0]
 
 
 def test_many_bad_rows_are_counted_rather_than_listed(tmp_path, tokenizer):
@@ -104,6 +151,24 @@ def test_long_prompts_are_found_before_the_start_and_never_cut(tmp_path, tokeniz
     found = dataset(tmp_path, tokenizer, rows, max_prompt_tokens=40, on_long_prompt="skip")
     assert found.rows.tolist() == [0, 2]
     assert len(found.long_rows) == 1
+    longest = len(found.task(2).prompt_token_ids)
+    assert len(dataset(tmp_path, tokenizer, rows[2:], max_prompt_tokens=longest)) == 1
+
+
+def test_the_fingerprint_tells_which_rows_are_used(tmp_path, tokenizer):
+    rows = [{"prompt": "x" * n, "answer": ""} for n in (1, 50, 2)]
+    whole = dataset(tmp_path, tokenizer, rows)
+    assert whole.fingerprint == dataset(tmp_path, tokenizer, rows).fingerprint
+    rules = {"max_prompt_tokens": 40, "on_long_prompt": "skip"}
+    short = dataset(tmp_path, tokenizer, rows, **rules)
+    # A template that spells out the roles, of which there is one more in the first row.
+    template = CHATML.replace(
+        "{% endfor %}", "{% if m['content'] == 'x' %}" + "z" * 80 + "{% endif %}{% endfor %}"
+    )
+    longer = PromptTokenizer(write_tokenizer(tmp_path / "longer", template=template))
+    other = dataset(tmp_path, longer, rows, **{**rules, "max_prompt_tokens": 80})
+    assert (short.rows.tolist(), other.rows.tolist()) == ([0, 2], [1, 2])
+    assert len({whole.fingerprint, short.fingerprint, other.fingerprint}) == 3
 
 
 @pytest.mark.case("T-B41")
@@ -169,6 +234,18 @@ def test_templates_may_use_what_published_ones_use():
     assert template.render(messages, tools=[{"name": "<é>"}]) == '<s><é>[{"name": "<é>"}]4'
 
 
+def test_lines_of_a_template_that_hold_only_a_statement_leave_nothing():
+    # What templates published with models are written for.
+    source = "  {% if true %}\nx\n  {% endif %}\ny"
+    assert ChatTemplate(source, {}, origin="tokenizer").render([]) == "x\ny"
+
+
+@pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"])
+def test_a_template_of_somebody_else_reaches_nothing(source):
+    with pytest.raises(DataError, match=r"is unsafe|is not safely callable"):
+        ChatTemplate(source, {}, origin="tokenizer").render(USER)
+
+
 def test_a_template_that_refuses_says_so_in_a_data_error():
     template = ChatTemplate("{{ raise_exception('no system') }}", {}, origin="tokenizer")
     with pytest.raises(DataError, match="tokenizer: the chat template failed: no system"):
@@ -181,7 +258,10 @@ def test_the_template_is_found_where_older_files_keep_it(tmp_path):
     for number, template in enumerate(
         (
             "T{{ messages[0].content }}",
-            [{"name": "default", "template": "T{{ messages[0].content }}"}],
+            [
+                {"name": "tool_use", "template": "another"},
+                {"name": "default", "template": "T{{ messages[0].content }}"},
+            ],
         )
     ):
         directory = write_tokenizer(

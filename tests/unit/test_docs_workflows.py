@@ -13,7 +13,7 @@ from scripted_engine import ScriptedClient
 from tokenizer_dirs import write_tokenizer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "workflows.md"
-REWARD, WORKFLOW = re.findall(
+REWARD, OVERLONG, WORKFLOW = re.findall(
     r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
 )
 
@@ -33,6 +33,13 @@ def test_the_reward_of_the_page_scores():
     case = SimpleNamespace(answer="Wend", response_text="the Wend", num_response_tokens=150)
     assert reward(case) == 1.0
     assert reward(case, limit=100) == 0.9
+
+
+def test_the_reward_of_the_page_for_answers_in_time_scores():
+    reward = defined_by(OVERLONG)["right_and_in_time"]
+    for num_tokens, wanted in ((768, 1.0), (896, 0.5), (1024, 0.0)):
+        case = SimpleNamespace(answer="a", response_text="a", num_response_tokens=num_tokens)
+        assert reward(case) == wanted
 
 
 @pytest.mark.anyio

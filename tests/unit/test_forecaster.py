@@ -4,7 +4,8 @@ from structlog.testing import capture_logs
 
 from control_world import METRICS, trajectory
 from libra.config.run import RunConfig
-from libra.ids import Incarnation, InstanceId, PolicyVersion, PromptId
+from libra.ids import Incarnation, InstanceId, PolicyVersion, PromptId, ReplicaId
+from libra.planner.plan import HybridPlacement
 from libra.planner.search import plan
 from libra.rollouts.group import AdmittedGroup, CompleteGroup, PromptRef
 from libra_supervisor.app.forecaster import Forecaster
@@ -128,3 +129,13 @@ def test_a_store_that_cannot_be_written_is_said_once_and_the_run_goes_on_learnin
         judge(step(2))()
     assert [entry["event"] for entry in said] == ["calibration_not_stored"]
     assert judge.book.factors["grpo_update"].num_observations == 2
+
+
+def test_hybrid_replicas_are_expected_to_take_their_share_of_training():
+    judge = forecaster(None)
+    alone = judge(step(1))().train_predicted_s
+    placed = plan(CONFIG).plan
+    hybrid = HybridPlacement(replica_id=ReplicaId("hybrid-0"), slots=placed.instances[0].slots)
+    judge.follow(msgspec.structs.replace(placed, hybrids=(hybrid,) * 4))
+    judge.book = empty_book(CONFIG)
+    assert judge(step(2))().train_predicted_s < alone

@@ -89,6 +89,15 @@ def test_a_fork_that_would_be_over_at_once_is_refused(tmp_path, checkpoint):
     assert list(directory.checkpoints.iterdir()) == []
 
 
+def test_a_checkpoint_of_the_other_backend_is_not_forked(tmp_path, checkpoint):
+    directory, config = new_run(tmp_path), run_config()
+    training = msgspec.structs.replace(config.training, train_backend="fsdp")
+    config = msgspec.structs.replace(config, training=training)
+    with pytest.raises(ConfigError, match=r"fsdp cannot read .*step_000004, which megatron_core"):
+        plant_checkpoint(checkpoint, directory, config, PROMPTS)
+    assert list(directory.checkpoints.iterdir()) == []
+
+
 def test_a_damaged_checkpoint_is_not_forked(tmp_path, checkpoint):
     (checkpoint / "__0_0.distcp").write_bytes(b"SHARD")
     directory = new_run(tmp_path)

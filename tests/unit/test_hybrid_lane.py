@@ -236,6 +236,10 @@ def test_the_next_gradient_waits_until_the_one_before_is_added(kind):
             lane.send_gradient(fence(2), (), sends(second))
         else:
             lane._channel.send(gradient_header(fence(2)), deadline=clock.monotonic() + LONG_S)
+        guest = one._guests[HYBRID]
+        arrived = guest._arrived
+        with one._changed:
+            assert not one._changed.wait_for(lambda: guest._arrived is not arrived, 0.5)
         assert np.array_equal(found.values, first)
         assert np.array_equal(collect(one).values, first)
         one.release(HYBRID)

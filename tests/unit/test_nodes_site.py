@@ -13,6 +13,7 @@ from libra.errors import ConfigError, SiteError
 from libra_supervisor.nodes.hostlist import expand_hostlist
 from libra_supervisor.nodes.site import Site, is_own_address, site_of
 from libra_supervisor.nodes.token import node_token
+from libra_supervisor.process.spec import without_inherited
 
 ALONE = Environment()
 SECRET = "a-secret-of-the-nodes"
@@ -234,3 +235,8 @@ def test_a_token_file_that_is_no_secret_is_refused_without_being_shown(tmp_path,
     assert not text or text not in str(found.value)
     with pytest.raises(SiteError, match="cannot be read"):
         node_token(str(tmp_path / "none"), ALONE)
+
+
+def test_no_child_is_handed_the_secret():
+    inherited = without_inherited({"LIBRA_NODE_TOKEN": SECRET, "PATH": "/bin"}, keeps_proxy=False)
+    assert inherited == {"PATH": "/bin"}

@@ -15,7 +15,7 @@ from libra_supervisor.cli.run import said
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.step_book import StepBook
 from libra_supervisor.records.evaluation import EvaluationRecord
-from libra_supervisor.records.reader import last_attempt, last_evaluation
+from libra_supervisor.records.reader import last_attempt, last_decision_id, last_evaluation
 from libra_supervisor.records.reconfiguration import DecisionRecord, Line, ReconfigurationRecord
 from libra_supervisor.records.writer import RecordsWriter, append_line
 from libra_supervisor.run_directory import RunDirectory
@@ -55,6 +55,42 @@ def test_a_step_s_line_has_the_batch_the_update_and_where_the_time_went():
     # Two sampled tokens in each of four trajectories, over four seconds.
     assert record.tokens_per_s == 2.0
     assert record.num_dropped == {"stale": 8}
+
+
+def say_of_steps(book: StepBook, *steps):
+    """What is said of each step, whose only group has the given rewards."""
+    spoken = []
+    for step, rewards in enumerate(steps, start=1):
+        book.on_batch_taken(step, (group(0, rewards),), PolicyVersion(5), at(step))
+        book.on_trained(METRICS)
+        _, *said_of = book.close(attempt=0, num_dropped={}, at=at(step + 0.5))
+        spoken.append([s.event for s in said_of if s.is_warning])
+    return spoken
+
+
+@pytest.mark.case("T-B22")
+def test_that_nothing_is_learned_is_said_once_after_three_steps_without_an_advantage():
+    flat, good = (1.0, 1.0), (0.0, 1.0)
+    spoken = say_of_steps(StepBook(), flat, flat, good, flat, flat, flat, flat, flat)
+    assert spoken == [[], [], [], [], [], ["nothing_to_learn"], [], []]
+    again = say_of_steps(StepBook(), flat, flat, flat, good, flat, flat, flat)
+    assert [bool(said_of) for said_of in again] == [False, False, True, *[False] * 3, True]
+
+
+@pytest.mark.case("T-B14")
+@pytest.mark.parametrize(
+    ("num_tokens", "why"),
+    [(0, "every answer was cut off and is masked"), (8, "a loss or gradient norm was not finite")],
+)
+def test_a_step_whose_weights_stayed_as_they_were_is_said(num_tokens, why):
+    book = StepBook()
+    book.on_batch_taken(6, (group(0, (1.0, 0.0)),), PolicyVersion(5), at(12.0))
+    skipped = {"num_optimizer_steps": 0, "num_skipped_steps": 1, "num_tokens": num_tokens}
+    book.on_trained(msgspec.structs.replace(METRICS, **skipped))
+    _, said_of = book.close(attempt=0, num_dropped={}, at=at(14.0))
+    assert (said_of.event, said_of.is_warning) == ("optimizer_steps_skipped", True)
+    assert (said_of.fields["step"], said_of.fields["num_skipped"]) == (6, 1)
+    assert why in said_of.fields["why"]
 
 
 def test_a_reload_counts_for_the_step_in_which_it_was_settled_and_for_no_other():
@@ -201,3 +237,13 @@ def test_attempts_are_counted_through_all_supervisors_of_a_run(tmp_path):
     assert last_attempt(path) == 0
     path.write_bytes(b'{"step": 1, "attempt": 1}\n{"step": 2, "attempt": 3}\n{"step": 3, "att')
     assert last_attempt(path) == 3
+
+
+def test_ids_of_decisions_go_on_from_the_highest_of_either_kind_of_line(tmp_path):
+    path = tmp_path / "reconfigurations.jsonl"
+    assert last_decision_id(path) == 0
+    path.write_bytes(
+        b'{"kind": "decision", "decision_id": 8}\n'
+        b'{"kind": "reconfiguration", "decision_id": 7}\n{"kind": "decision", "decisi'
+    )
+    assert last_decision_id(path) == 8

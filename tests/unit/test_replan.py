@@ -4,11 +4,10 @@ import pytest
 from msgspec.structs import replace
 
 from libra.errors import InvariantError
-from libra.ids import ReplicaId, SlotId
 from libra.planner.calibration import book_of
 from libra.planner.cost_models import described
 from libra.planner.demand import observed_demand
-from libra.planner.plan import HybridPlacement, plan_in_words
+from libra.planner.plan import plan_in_words
 from libra.planner.replan import Keep, Replanner, Switch, answer
 from planner_cases import MEASURED_1_8B
 from replan_world import Load, World, replan_config, step_seconds_of
@@ -116,33 +115,22 @@ def test_a_replica_whose_optimizer_does_not_fit_is_no_candidate():
     assert verdict.plan.hybrids == ()
 
 
-def test_data_parallelism_with_replicas_divides_the_mini_batch():
-    run = lending(READS)
-    for num_replicas in range(5):
-        found = asked(replace_hybrids(run, num_replicas))
-        plan = found.plan if isinstance(found, Switch) else found.candidate
-        assert plan is None or 240 % (plan.train.dp + len(plan.hybrids)) == 0
-
-
-def replace_hybrids(run, num_replicas):
-    run.plan = replace(
-        run.plan,
-        hybrids=tuple(
-            HybridPlacement(replica_id=ReplicaId(f"hybrid-{k}"), slots=(SlotId(k),))
-            for k in range(num_replicas)
-        ),
-        instances=(
-            replace(run.plan.instances[0], tp=1, slots=(SlotId(num_replicas),)),
-        ) if num_replicas < 4 else (),
-    )  # fmt: skip
-    return run
+def test_no_rank_of_a_replica_is_left_without_a_sample():
+    run = lending(READS, allocation_granularity_gpus=4)
+    training = replace(run.config.training, batch_size=5, mini_batch_size=5)
+    few = replace(run.config, training=training)
+    replanner = Replanner(few, num_gpus=8, book=run.replanner.book)
+    verdict = replanner.decide(run.plan, 0.0, 100.0, is_asked=True)
+    plan = verdict.plan if isinstance(verdict, Switch) else verdict.candidate
+    assert plan.train.dp + len(plan.hybrids) <= 5
 
 
 def test_plan_only_writes_the_training_change_down_and_makes_none():
     run = begun(WRITES, runtime_reconfigure_training=True, runtime_training_pool_plan_only=True)
     verdict = asked(run)
     assert isinstance(verdict, Keep)
-    assert "only written down, since runtime_training_pool_plan_only is true" in verdict.reason
+    assert "runtime_training_pool_plan_only is true, and worth it: " in verdict.reason
+    assert verdict.is_recorded
     assert plan_in_words(verdict.candidate) in verdict.reason
     assert verdict.candidate.train != run.plan.train
     assert verdict.numbers["recorded_earned_s"] > verdict.numbers["recorded_price_s"]

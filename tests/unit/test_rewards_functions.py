@@ -1,4 +1,6 @@
 import sys
+from decimal import Decimal
+from fractions import Fraction
 from math import inf, nan
 from random import Random
 
@@ -11,6 +13,7 @@ from libra.rewards.character_class import character_class
 from libra.rewards.coercion import RewardFailed, coerced
 from libra.rewards.exact_match import exact_match, number_match
 from libra.rewards.loading import check_reward_name, load_reward
+from libra.rewards.math import math
 from libra.rewards.messages import Scored
 from libra.rewards.worker import score
 
@@ -54,6 +57,9 @@ class Tensor:
         (np.bool_(True), 1.0),
         (np.array([0.5]), 0.5),
         (Tensor(0.75), 0.75),
+        (Fraction(1, 4), 0.25),
+        (Decimal("0.125"), 0.125),
+        (-1e30, -1e30),
     ],
 )
 def test_what_stands_for_a_number_is_that_number(value, number):
@@ -72,6 +78,10 @@ def test_what_stands_for_a_number_is_that_number(value, number):
         ("yes", "returned 'yes', not a number"),
         (10**400, "returned 1000"),
         (np.float64("nan"), "returned nan"),
+        (Decimal("sNaN"), "returned Decimal('sNaN'), not a number"),
+        (1.1e30, "returned 1.1e+30; rewards go up to 1e+30"),
+        (-1e300, "returned -1e+300; rewards go up to"),
+        (1j, "returned a complex, not a number"),
         (Tensor(nan), "returned nan"),
         (Tensor(1.0, 2.0), "returned a Tensor: only one element"),
         (np.array([1.0, 2.0]), "returned a ndarray"),
@@ -87,6 +97,7 @@ def test_what_is_no_finite_number_is_a_failure_with_its_reason(value, reason):
 
 def test_exact_match_compares_what_is_left_without_spaces_around():
     assert exact_match(case(" 12\n", 12)) == 1.0
+    assert exact_match(case("12", " 12 ")) == 1.0
     assert exact_match(case("12.", "12")) == 0.0
     assert exact_match(case("Yes", "yes")) == 0.0
     assert exact_match(case("Yes", "yes"), ignore_case=True) == 1.0
@@ -163,6 +174,9 @@ def test_a_reward_is_found_by_name_with_its_arguments():
     [
         ("exact", {}, "no 'exact'; use one of exact_match"),
         ("exact_match", {"patern": "x"}, "reward_args: exact_match.*patern"),
+        ("exact_match", {"pattern": "(a"}, r"pattern '\(a': missing \)"),
+        ("exact_match", {"pattern": "(a)(b)"}, r"pattern '\(a\)\(b\)' has 2 groups, not one"),
+        ("exact_match", {"pattern": 5}, "pattern 5: first argument must be string"),
         ("no_such_module_:f", {}, "importing no_such_module_ failed: ModuleNotFoundError"),
         ("json:nothing", {}, "module json has no function nothing"),
         ("json:", {}, "not of the form module:function"),
@@ -178,6 +192,26 @@ def test_a_name_can_be_checked_without_importing_user_code():
     check_reward_name("no_such_module_:f")
     with pytest.raises(ConfigError, match="no 'exact'"):
         check_reward_name("exact")
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "reward"),
+    [
+        (r"\frac{1}{2}", "so it is $0.5$", 1.0),
+        ("x^2+1", "the answer is $1+x^2$", 1.0),
+        ("$7$", "I get 6, no, 7.", 1.0),
+        (12, r"\boxed{12}", 1.0),
+        ("12", r"\boxed{13}", 0.0),
+        ("12", "I do not know", 0.0),
+    ],
+)
+def test_the_math_reward_takes_an_answer_in_any_form(answer, response, reward):
+    assert math(case(response, answer)) == reward
+
+
+def test_the_math_reward_refuses_a_row_without_an_answer_that_can_be_read():
+    with pytest.raises(ValueError, match="math-verify cannot read the answer ''"):
+        math(case("7", ""))
 
 
 def test_the_math_reward_names_the_extra_it_needs(monkeypatch):

@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
 
+from libra.algorithms.advantage import group_advantages
+from libra.config.algorithm import AlgorithmConfig
 from libra.errors import InvariantError
 from libra.ids import PolicyVersion
 from libra.rollouts.batch import BatchShape, balanced_shares, shard, trained_mini_batches
@@ -121,6 +123,28 @@ def test_a_batch_is_summed_up_for_the_metrics():
     assert (summary.staleness_mean, summary.staleness_max) == (0.5, 1)
     assert (summary.num_trajectories, summary.num_tokens) == (4, 16)
     assert (summary.response_tokens_mean, summary.response_tokens_max) == (2.0, 2)
+
+
+def test_long_and_cut_answers_are_told_apart_in_the_metrics():
+    group = admitted(0)
+    made = (
+        trajectory(group, 0, num_response=2),
+        trajectory(group, 1, num_response=5, finish_reason="length"),
+    )
+    summary = summarize([CompleteGroup(group, made)], version=PolicyVersion(0))
+    assert (summary.response_tokens_mean, summary.response_tokens_max) == (3.5, 5)
+    assert summary.truncated_fraction == 0.5
+    assert summary.num_tokens == 11
+
+
+@pytest.mark.case("T-B22")
+@pytest.mark.parametrize("rewards", [[0.3, 0.1 + 0.2], [5.0, 5.0], [1e9, 1e9 + 1]])
+def test_a_group_counts_as_flat_exactly_when_it_has_no_advantage(rewards):
+    group = complete(admitted(0), rewards=rewards)
+    assert group_advantages(rewards, AlgorithmConfig()) == [0.0, 0.0]
+    assert group.is_flat
+    assert not complete(admitted(1), rewards=[0.3, 0.30001]).is_flat
+    assert summarize([group], version=PolicyVersion(0)).frac_zero_std == 1.0
 
 
 def test_sampling_seeds_differ_in_everything_that_makes_a_request_another_one():

@@ -197,8 +197,10 @@ def test_the_last_step_bounds_what_is_started():
     assert buffer.num_admissible(serving_version=V1) == 0
 
 
-def test_without_a_staleness_bound_the_buffer_is_still_bounded():
-    buffer = RolloutBuffer(limits(max_head_offpolicyness=inf, max_concurrent=8))
+@pytest.mark.parametrize("last_step", [None, 1000])
+def test_without_a_staleness_bound_the_buffer_is_still_bounded(last_step):
+    options = limits(max_head_offpolicyness=inf, max_concurrent=8, last_step=last_step)
+    buffer = RolloutBuffer(options)
     row = 0
     while buffer.num_admissible(serving_version=V0):
         finish(buffer, buffer.admit(prompt(row)))
@@ -284,8 +286,11 @@ def test_signs_of_life_of_what_does_not_run_change_nothing():
 
 def test_a_continuation_must_continue_what_was_answered():
     first = completion((10, 11), finish_reason="abort", num_prompt_tokens=5)
+    first = msgspec.structs.replace(first, num_cached_tokens=3)
     whole = joined(first, completion((12,), version=1, num_prompt_tokens=7))
     assert (whole.token_ids, whole.num_prompt_tokens) == ((10, 11, 12), 5)
+    # Of the prompt that was asked for; of the continuation's, the answer so far is a part.
+    assert whole.num_cached_tokens == 3
     assert completion_error(whole) is None
     with pytest.raises(InvariantError, match="a continuation has 6 prompt tokens, not 5 and 2"):
         joined(first, completion((12,), num_prompt_tokens=6))

@@ -9,6 +9,7 @@ from libra.storage.checkpoints import (
     TrainerLayout,
     checkpoint_name,
     list_complete_checkpoints,
+    newest_checkpoint,
     read_checkpoint_manifest,
     read_rollout_state,
     write_checkpoint_manifest,
@@ -75,6 +76,20 @@ def test_a_torn_file_is_found_by_its_size_and_a_changed_one_by_its_hash(tmp_path
     changed.write_bytes(bytes(reversed(changed.read_bytes())))
     assert steps(tmp_path) == [3, 1]
     assert steps(tmp_path, with_hashes=True) == [1]
+
+
+@pytest.mark.case("T-B50")
+def test_a_run_whose_every_checkpoint_is_damaged_is_not_begun_anew_over_them(tmp_path):
+    assert newest_checkpoint(tmp_path) is None
+    for step in (1, 2):
+        save(tmp_path, step)
+    (tmp_path / "step_000002" / "shard").write_bytes(b"WEIGHTS of 2")
+    assert newest_checkpoint(tmp_path).step == 1
+    (tmp_path / "step_000001" / CHECKPOINT_MANIFEST_NAME).unlink()
+    with pytest.raises(DataError, match="can be used; restore one, or move them away") as raised:
+        newest_checkpoint(tmp_path)
+    assert "step_000002: shard hashes to" in str(raised.value)
+    assert "step_000001/checkpoint.json: No such file" in str(raised.value)
 
 
 def test_directories_of_other_things_and_of_unfinished_saves_are_not_looked_at(tmp_path):

@@ -1,6 +1,6 @@
 import pytest
 
-from control_world import METRICS, trajectory
+from control_world import METRICS, plan_of, trajectory
 from libra import clock
 from libra.ids import ChildId, Incarnation, PolicyVersion, PromptId
 from libra.rollouts.group import AdmittedGroup, CompleteGroup, PromptRef
@@ -11,6 +11,7 @@ from libra.wire.rank import StepTrained
 from libra_supervisor import events
 from libra_supervisor.app.tracer import Tracer
 from libra_supervisor.loop import commands
+from libra_supervisor.records.reconfiguration import DecisionRecord, ReconfigurationRecord
 
 CHILD, PROCESS = ChildId("vllm-0"), Incarnation("a")
 
@@ -118,3 +119,27 @@ def test_a_restart_lasts_from_the_end_of_one_process_until_the_next_is_ready(tra
         ("restart_child", 10.0, 5.0, "vllm-0"),
         ("start_child", 12.0, 3.0, "vllm-0"),
     ]
+
+
+def test_a_change_of_the_plan_is_a_span_with_its_phases_and_a_decision_is_none(traced):
+    at, spans = traced
+    record = ReconfigurationRecord(
+        decision_id=3,
+        wall_time_ns=1,
+        step=7,
+        strategy="diff",
+        outcome="done",
+        reason="worth it",
+        total_s=4.0,
+        stalled_s=1.0,
+        phases={"drain": 2.5},
+        transitions=(),
+        plan=plan_of(("vllm-0",)),
+    )
+    decision = DecisionRecord(
+        decision_id=4, wall_time_ns=1, step=8, verdict="keep", reason="", numbers={}, plan=""
+    )
+    at(10.0).on_command(commands.WriteReconfiguration(record))
+    at(11.0).on_command(commands.WriteReconfiguration(decision))
+    arguments = {"decision": 3, "outcome": "done", "stalled_s": 1.0, "drain": 2.5}
+    assert spans() == [("reconfiguration", 6.0, 4.0, "plan", arguments)]

@@ -97,3 +97,16 @@ def test_a_full_disk_costs_lines_and_is_counted():
 def test_values_that_are_not_json_are_shown_as_text(events, tmp_path):
     get_log().info("file_written", path=tmp_path)
     assert events()[0]["path"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "logged"),
+    [
+        ("caf\udce9", "caf\\udce9"),
+        ({"name": "\ud800"}, "{'name': '\\ud800'}"),
+        (10**40, 10**40),
+    ],
+)
+def test_what_is_no_text_is_logged_all_the_same(events, value, logged):
+    get_log().warning("sample_failed", why=value)
+    assert [event["why"] for event in events()] == [logged]

@@ -1,24 +1,28 @@
 import json
+import threading
 
+import anyio
 import msgspec
 import pytest
 import trio.testing
+from anyio import to_thread
 
 import user_workflows
 from libra import clock
 from libra.data.task import Task
 from libra.data.tokenizer import PromptTokenizer
 from libra.errors import ConfigError
-from libra.ids import PromptId
+from libra.ids import PolicyVersion, PromptId
 from libra.rollouts.trajectory import alignment_error
 from libra.rollouts.transcript import AlignmentBrokenError, PrefixBrokenError, Transcript
-from libra.workflows.loading import load_workflow
+from libra.wire.instance import VersionSpan
+from libra.workflows.loading import load_workflow, warning_of
 from libra.workflows.multi_turn import multi_turn
 from libra.workflows.single_turn import single_turn
 from libra.workflows.tools import MalformedCall, Toolbox, ToolCall, calls_in
 from scripted_engine import ScriptedClient
-from tokenizer_dirs import write_tokenizer
-from trajectories import admitted, completion
+from tokenizer_dirs import CHATML, write_tokenizer
+from trajectories import admitted, completion, trajectory
 
 pytestmark = pytest.mark.anyio
 TOOLS = ["user_workflows:slow", "user_workflows:add", "user_workflows:broken"]
@@ -120,6 +124,45 @@ async def test_tool_text_is_not_trained_and_comes_in_the_order_of_the_calls(toke
     assert alignment_error(result) is None
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_whatever_a_tool_does_is_an_answer_in_words(anyio_backend):
+    names = ("leaves", "leaves_async", "waits_in_vain", "scrapes", "add")
+    toolbox = Toolbox([getattr(user_workflows, name) for name in names], timeout_s=30)
+    calls = [ToolCall(name, {"a": 1} if name == "add" else {}) for name in names]
+    assert await toolbox.answers(calls) == [
+        "error: SystemExit: 3",
+        "error: SystemExit: 4",
+        "error: it waited for something that was cancelled",
+        "half ?",
+        "2",
+    ]
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_slow_tools_leave_threads_to_everybody_else(anyio_backend):
+    is_over = threading.Event()
+
+    def slow():
+        is_over.wait()
+        return "at last"
+
+    calls = [ToolCall("slow")] * (to_thread.current_default_thread_limiter().total_tokens + 1)
+    answers = []
+
+    async def ask():
+        answers.extend(await Toolbox([slow], timeout_s=600).answers(calls))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        try:
+            with anyio.fail_after(30):
+                assert await to_thread.run_sync(str, 7) == "7"
+        finally:
+            is_over.set()
+    assert answers == ["at last"] * len(calls)
+
+
 async def test_a_tool_that_takes_too_long_answers_with_that(tokenizer):
     client = ScriptedClient(tokenizer, [said(tokenizer, call("endless")), said(tokenizer, "ok")])
     began_at = clock.now()
@@ -166,6 +209,12 @@ def test_a_turn_that_does_not_repeat_the_turns_before_is_refused():
             transcript.add_turn(prompt, completion([12]))
     transcript.add_turn((1, 2, 10, 11, 5), completion([12]))
     assert transcript.token_ids == (1, 2, 10, 11, 5, 12)
+
+
+def test_tokens_of_two_policy_versions_at_once_are_refused():
+    spans = (VersionSpan(PolicyVersion(0), 2, 4), VersionSpan(PolicyVersion(1), 3, 4))
+    twice = msgspec.structs.replace(trajectory(admitted()), version_spans=spans)
+    assert alignment_error(twice) == "version span [3, 4) after position 4"
 
 
 @pytest.mark.case("T-B34")
@@ -215,11 +264,28 @@ def test_calls_are_found_in_the_order_in_which_they_were_written():
         ("multi_turn", {"tools": ["nothing"]}, "not of the form module:function"),
         ("user_workflows:add", {}, "is not an `async def`"),
         ("no_such_module_:f", {}, "importing no_such_module_ failed"),
+        ("multi_turn", {"tools": "user_workflows:add"}, "it is a list of module:function"),
+        ("multi_turn", {"tools": [3]}, "it is a list of module:function"),
+        ("multi_turn", {"tools": TOOLS, "max_turns": 0}, "max_turns is 0; it is a number from 1"),
+        ("multi_turn", {"tools": TOOLS, "tool_timeout_s": 0}, "tool_timeout_s is 0; it is above"),
+        ("multi_turn", {"tools": [TOOLS[0]] * 2}, "two tools have the same function name"),
+        ("multi_turn", {"tools": ["user_workflows:unknown_type"]}, "cannot be shown.*Nowhere"),
+        ("leaves_when_imported:f", {}, "importing leaves_when_imported failed: SystemExit: 3"),
     ],
 )
 def test_a_workflow_that_cannot_be_used_is_a_configuration_error(name, arguments, message):
     with pytest.raises(ConfigError, match=message):
         load_workflow(name, arguments)
+
+
+def test_a_template_that_does_not_show_tools_is_said(tokenizer, tmp_path):
+    warning = warning_of("multi_turn", {"tools": TOOLS}, tokenizer)
+    assert "the policy is not told of user_workflows:slow, user_workflows:add" in warning
+    shows = CHATML.replace("{% for", "{% if tools %}{{ tools | tojson }}{% endif %}{% for", 1)
+    showing = PromptTokenizer(write_tokenizer(tmp_path / "showing", template=shows))
+    assert warning_of("multi_turn", {"tools": TOOLS}, showing) is None
+    assert warning_of("multi_turn", {"tools": []}, tokenizer) is None
+    assert warning_of("single_turn", {}, tokenizer) is None
 
 
 async def test_user_code_is_found_by_name_with_its_arguments(tokenizer):

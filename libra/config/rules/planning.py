@@ -97,6 +97,19 @@ def master_switch(config: RunConfig) -> Iterator[Problem]:
             )
 
 
+def online_replanning_has_prices(config: RunConfig) -> Iterator[Problem]:
+    """Check that what is looked at again and again can be priced at all."""
+    if not config.global_resource_planner.runtime_online_replanning:
+        return
+    if config.hardware is None:
+        yield Problem(
+            path=f"{PLANNER}.runtime_online_replanning",
+            what="needs a description of the hardware: no plan can be priced without it",
+            hint="name a file with hardware_config (configs/hardware has some)",
+            related=("hardware",),
+        )
+
+
 def swap_strategy(config: RunConfig) -> Iterator[Problem]:
     """Check that the strategy's own switch is on."""
     planner = config.global_resource_planner
@@ -150,6 +163,7 @@ RULES = (
     replica_size,
     expert_candidates,
     master_switch,
+    online_replanning_has_prices,
     swap_strategy,
     cluster_is_large_enough,
 )

@@ -315,6 +315,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
                     run_seed=config.control.seed,
                     max_model_len=config.rollout.max_model_len,
                     max_new_tokens=config.rollout.max_new_tokens,
+                    vocab_size=None if config.model_arch is None else config.model_arch.vocab_size,
                     temperature=config.rollout.temperature,
                     top_p=config.rollout.top_p,
                 ),

@@ -142,6 +142,8 @@ class _Follower:
         self._following = following
         self._run_id = run_id
         self._own = node_directory(following.directory, following.site.rank)
+        # A leader that never got to its run took the whole directory away, and made it anew.
+        self._own.create()
         self._supervision = following.config.supervision
         self._num_signals = 0
         self._outcome: Outcome | None = None

@@ -16,6 +16,8 @@ from libra.planner.forecast import (
     observations_of,
 )
 from libra.planner.plan import Plan
+from libra.planner.pricing import layout_of
+from libra.planner.replan_candidates import replica_gpus, with_replicas
 from libra.planner.train_layout import TrainLayout
 from libra.rollouts.group import CompleteGroup
 from libra_supervisor.instances.serving_meter import ServingMeter
@@ -52,7 +54,7 @@ class Forecaster:
         self._is_store_broken = False
         self._running = RunningPlan(
             config=config,
-            layout=layout_of(config, plan),
+            layout=_layout(config, plan),
             tps=tuple(instance.tp for instance in plan.instances),
         )
 
@@ -61,7 +63,7 @@ class Forecaster:
         config = planned_config(self._running.config, plan)
         self._running = RunningPlan(
             config=config,
-            layout=layout_of(config, plan),
+            layout=_layout(config, plan),
             tps=tuple(instance.tp for instance in plan.instances),
         )
 
@@ -136,19 +138,6 @@ class Forecaster:
         return record.trainer_peak_memory_bytes if self._device == "cuda" else None
 
 
-def layout_of(config: RunConfig, plan: Plan) -> TrainLayout:
-    """The plan's training layout."""
-    train = plan.train
-    return TrainLayout(
-        tp=train.tp,
-        ep=train.ep,
-        pp=train.pp,
-        cp=train.cp,
-        dp=train.dp,
-        micro_batch_size=train.micro_batch_size or config.training.micro_batch_size,
-    )
-
-
 def lengths_of(groups: Sequence[CompleteGroup]) -> tuple[tuple[int, int], ...]:
     """(tokens given, tokens sampled) of every trajectory."""
     return tuple(
@@ -157,3 +146,9 @@ def lengths_of(groups: Sequence[CompleteGroup]) -> tuple[tuple[int, int], ...]:
         for trajectory in group.trajectories
         for sampled in (trajectory.num_response_tokens,)
     )
+
+
+def _layout(config: RunConfig, plan: Plan) -> TrainLayout:
+    """The core with its hybrid replicas, which are more data parallelism."""
+    core = layout_of(plan.train, micro_batch_size=config.training.micro_batch_size)
+    return with_replicas(core, len(plan.hybrids), replica_gpus(core))

@@ -37,9 +37,14 @@ def plant_checkpoint(
     linked where the file system can, else copied. `trains`: the run is to go further.
 
     Raises DataError for a checkpoint that is not complete, ConfigError for a run that would be
-    over, SiteError when it cannot be written.
+    over or cannot read it, SiteError when it cannot be written.
     """
     manifest = read_checkpoint_manifest(checkpoint)
+    if manifest.backend != config.training.train_backend:
+        raise ConfigError(
+            f"train_backend {config.training.train_backend} cannot read {checkpoint}, which "
+            f"{manifest.backend} wrote"
+        )
     total_steps = config.control.total_steps
     if trains and total_steps is not None and total_steps <= manifest.step:
         raise ConfigError(

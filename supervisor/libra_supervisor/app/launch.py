@@ -134,8 +134,8 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
             memory = remembered_plan(directory)
         if memory is not None:
             # What the run has come to, not what it was started with.
-            in_force = memory.plan if memory.order is None else memory.order.old
-            config, old = planned_config(config, in_force), planned_config(old, in_force)
+            config = planned_config(config, memory.in_force)
+            old = planned_config(old, memory.in_force)
         changed = check_resume(old, config, place_of=request.loaded.place_of)
         if changed:
             raise ConfigProblemsError(changed, subject=str(request.config_path))
@@ -143,9 +143,7 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
     store = store_of(config, request.loaded.environment)
     book = known_book(config, store)
     report = planned(config, calibration=book)
-    plan = report.plan if memory is None else memory.plan
-    if request.site is not None:
-        plan = on_nodes(plan, config, request.site.num_nodes)
+    plan = _first_plan(report.plan, memory, config, request.site)
     config = planned_config(config, plan)
     launch = Launch(
         config=config,
@@ -169,6 +167,17 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
         atomic_write(directory.given_config, request.config_path.read_bytes())
         write_plan(launch)
     return launch
+
+
+def _first_plan(
+    found: Plan, memory: PlanMemory | None, config: RunConfig, site: Site | None
+) -> Plan:
+    """What the run starts with: the plan it had come to, else the one that was found."""
+    plan = found
+    if memory is not None:
+        least = config.global_resource_planner.min_rollout_gpus
+        plan = memory.to_start_with(min_rollout_gpus=least)
+    return plan if site is None else on_nodes(plan, config, site.num_nodes)
 
 
 def on_nodes(plan: Plan, config: RunConfig, num_nodes: int) -> Plan:
@@ -212,6 +221,7 @@ def replanned(launch: Launch, switch: SwitchPlan) -> Launch:
         report=switch.report,
         book=switch.calibration,
         excluded=switch.excluded,
+        memory=None,  # of a plan that did not fit
     )
     changed = _on_devices(changed, held=NOTHING)
     write_plan(changed)

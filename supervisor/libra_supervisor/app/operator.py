@@ -1,14 +1,14 @@
 """The control API's view of the run: `ControlPort` over the control state and the children."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
 from libra import clock
-from libra.ids import InstanceId, PolicyVersion, PromptId, RequestId, RunId
+from libra.ids import InstanceId, PolicyVersion, PromptId, ReplicaId, RequestId, RunId
 from libra.planner.plan import plan_in_words
 from libra.pools.member import MemberState
 from libra.pools.transition import in_words
@@ -59,6 +59,8 @@ class ChildStatuses(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: Callable[[InstanceId], ProcessStatus]
     trainer: Callable[[], ProcessStatus]
+    replicas: Callable[[], Mapping[ReplicaId, ProcessStatus]]
+    """Of the hybrid replicas that have processes."""
 
 
 class Operator:
@@ -114,7 +116,7 @@ class Operator:
             eta_s=progress.eta_s,
             plan=plan_in_words(self._control.plans.plan),
             last_decision=self._replans.last_in_words,
-            children=(self._trainer(), *self._engines()),
+            children=(self._trainer(), *self._replicas(), *self._engines()),
             oldest_wait=self._oldest_wait(),
             nodes=self.nodes(),
         )
@@ -266,6 +268,28 @@ class Operator:
             signals_age_s=None,
             last_error=_said_of(process) or process.last_error,
         )
+
+    def _replicas(self) -> Iterator[ChildStatus]:
+        """Hybrid replicas that have processes, by what they are to the core."""
+        hybrids = self._control.hybrids
+        for replica_id, process in self._children.replicas().items():
+            if hybrids is None:
+                return
+            hybrid = hybrids.pool[replica_id]
+            yield ChildStatus(
+                child=replica_id,
+                role="trainer",
+                state=hybrid.state.value,
+                since_s=clock.now() - process.since,
+                pid=process.pid,
+                num_restarts=0,
+                policy_version=PolicyVersion(hybrid.taken) if hybrid.taken >= 0 else None,
+                num_in_flight=0,
+                num_queued=None,
+                kv_use_fraction=None,
+                signals_age_s=None,
+                last_error=_said_of(process) or hybrid.reason or process.last_error,
+            )
 
     def _oldest_wait(self) -> str:
         oldest = self._control.desk.oldest_wait()

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from libra.errors import PeerError
 from libra.ids import Rank
-from libra.storage.checkpoints import list_complete_checkpoints, read_rollout_state
+from libra.storage.checkpoints import newest_checkpoint, read_rollout_state
 from libra.wire.rank import MiniBatch, RankCommand, TrainStep
 from libra_supervisor.events import CheckpointChosen, Event
 from libra_supervisor.inbox import Inbox
@@ -92,7 +92,10 @@ class CheckpointChooser:
         self._inbox = inbox
 
     async def __call__(self, attempt: int) -> Path | None:
-        """The newest complete checkpoint of the run; None begins anew."""
+        """The newest complete checkpoint of the run; None begins anew.
+
+        Raises DataError when the run has checkpoints of which none can be used.
+        """
         found = await anyio.to_thread.run_sync(_newest, self._directory)
         if found is None:
             await self._inbox.post(CheckpointChosen(attempt, 0, None))
@@ -106,9 +109,8 @@ class CheckpointChooser:
 
 
 def _newest(directory: RunDirectory) -> tuple[int, Path, bytes, tuple[str, ...]] | None:
-    complete = list_complete_checkpoints(directory.checkpoints, with_hashes=True)
-    if not complete:
+    newest = newest_checkpoint(directory.checkpoints)
+    if newest is None:
         return None
-    newest = complete[0]
     state = read_rollout_state(newest.directory)
     return newest.step, newest.directory, state, newest.newer_skipped

@@ -82,6 +82,7 @@ class ReplanDesk:
         self._step = 0
         self._step_s = 0.0
         self._pending_id: int | None = None
+        self._recorded: Plan | None = None
         self._is_looking = anyio.Lock()
         self._stepped = anyio.Event()
 
@@ -166,13 +167,22 @@ class ReplanDesk:
             record = self._record(question, verdict, is_dry_run=is_dry_run)
             await anyio.to_thread.run_sync(self._ports.write, record)
             self._note(record)
-            if isinstance(verdict, Switch) and not is_dry_run:
-                self._pending_id = record.decision_id
-                self._replanner.on_switch_begun(verdict)
-                await self._ports.post(
-                    ReconfigurationWanted(record.decision_id, verdict.plan, verdict.reason)
-                )
+            if not is_dry_run:
+                await self._follow(record.decision_id, verdict)
         return record, verdict
+
+    async def _follow(self, decision_id: int, verdict: Verdict) -> None:
+        match verdict:
+            case Switch(plan=plan):
+                self._pending_id = decision_id
+                self._replanner.on_switch_begun(verdict)
+            case Keep(candidate=plan, is_recorded=True) if plan not in {None, self._recorded}:
+                # Refused as such, and written down with the way there; once for each plan.
+                self._recorded = plan
+            case _:
+                return
+        if plan is not None:
+            await self._ports.post(ReconfigurationWanted(decision_id, plan, verdict.reason))
 
     def _why_not(self) -> Callable[[Plan], str]:
         """What the changing part would say of a plan, from where the run stands now."""

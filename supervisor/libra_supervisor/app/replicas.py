@@ -15,6 +15,7 @@ from libra_supervisor import events
 from libra_supervisor.app.rank_mail import RankMail
 from libra_supervisor.loop.hybrid_desk import LANE_KEY
 from libra_supervisor.ports import Shards
+from libra_supervisor.process.lifecycle import ChildStatus
 from libra_supervisor.ranks.gang import Gang, GangEvent
 from libra_supervisor.run_directory import RunDirectory
 
@@ -64,6 +65,10 @@ class Replicas:
     async def until_down(self) -> None:
         for replica in tuple(self._running.values()):
             await replica.gang.until_down()
+
+    def statuses(self) -> dict[ReplicaId, ChildStatus]:
+        """Of those that are not gone."""
+        return {name: replica.gang.status() for name, replica in self._running.items()}
 
     def tell(self, replica_id: ReplicaId, command: RankCommand) -> None:
         if (replica := self._running.get(replica_id)) is not None:

@@ -44,6 +44,7 @@ from libra_supervisor.app.replan_desk import DeskPorts, ReplanDesk
 from libra_supervisor.app.replicas import Replicas
 from libra_supervisor.app.routing import SchedulerRouting, explained_if_debugging
 from libra_supervisor.app.tracer import Tracer
+from libra_supervisor.app.user_threads import abandon_user_threads
 from libra_supervisor.display.console import Display
 from libra_supervisor.display.progress import plain_line
 from libra_supervisor.events import Event, InstanceDoubted, StopRequested
@@ -83,6 +84,7 @@ async def run_to_end(launch: Launch, prompts: Prompts, display: Display) -> Outc
     Whatever the outcome, nothing that was started is left running.
     """
     become_subreaper()
+    abandon_user_threads()
     try:
         wanted = launch.config.control.run_id
         run_id = recorded_run_id(launch.directory) or new_run_id(launch.directory, wanted)
@@ -226,8 +228,9 @@ class Run:
         children = Children(fleet, gang, builder.replicas())
         adopt = await self._take_over(fleet, logs, kernel)
         forecaster = builder.forecaster()
+        self._probe_judge = ProbeJudge(self._launch, learn=forecaster.learn)
         self._replans = replans = self._replan_desk(forecaster)
-        operator = self._operator(fleet, gang, forecaster, replans)
+        operator = self._operator(children, forecaster, replans)
         if cluster is not None:
             operator.nodes = cluster.status
             operator.engines_of_node = self._engines_of_node
@@ -425,7 +428,7 @@ class Run:
         )
 
     def _operator(
-        self, fleet: Fleet, gang: Gang, forecaster: Forecaster, replans: ReplanDesk
+        self, children: Children, forecaster: Forecaster, replans: ReplanDesk
     ) -> Operator:
         operator = Operator(
             Facts(
@@ -439,7 +442,11 @@ class Run:
             ),
             control=self._control,
             inbox=self.inbox,
-            children=ChildStatuses(engine=fleet.status_of, trainer=gang.status),
+            children=ChildStatuses(
+                engine=children.fleet.status_of,
+                trainer=children.gang.status,
+                replicas=children.replicas.statuses,
+            ),
             scheduler=self._scheduler,
             replans=replans,
         )

@@ -3,16 +3,31 @@
 import errno
 import os
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from io import TextIOWrapper
-from typing import Final
+from typing import Final, NoReturn
 
 from libra.errors import LibraError, SiteError
 from libra_supervisor.cli.arguments import parser
 
 INTERRUPTED = 130
+
+
+def program() -> NoReturn:
+    """One verb, then the process's end, whatever threads a user's tools have left behind."""
+    exit_code = main()
+    others = set(threading.enumerate()) - {threading.current_thread()}
+    if any(not thread.daemon for thread in others):
+        # Python would wait for them, and so for ever for a tool that hangs.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from libra.errors import ConfigError, LibraError
 from libra.planner.plan import plan_in_words
 from libra.storage.checkpoints import read_checkpoint_manifest
 from libra.tracing.log import set_up_logging
+from libra.workflows.loading import load_workflow, warning_of
 from libra_supervisor.app.following import Following, follow, node_directory
 from libra_supervisor.app.forking import plant_checkpoint
 from libra_supervisor.app.launch import (
@@ -112,7 +113,7 @@ def _run(  # noqa: PLR0915 - the steps of a start, in their order
     directory = choose_directory(request)
     if options.dry_run:
         launch = prepare(request, directory, writes=False)
-        open_prompts(launch.config)
+        _opened(launch)
         sys.stdout.write(f"{directory.root}\n{plan_in_words(launch.plan)}\n")
         return 0
     with made_and_held(directory), display_on(sys.stderr) as display:
@@ -123,7 +124,7 @@ def _run(  # noqa: PLR0915 - the steps of a start, in their order
             notifier = Notifier.from_environment(environ)
             with start_extended(notifier, at_most_s=start_timeout_s):
                 launch = prepare(request, directory, writes=True)
-                prompts = open_prompts(launch.config)
+                prompts = _opened(launch)
             begin(launch, prompts)
             sys.stderr.write(f"run directory {directory.root}\n")
             # What start-up made lives to the end: a full collection need not stop the loop for it.
@@ -137,6 +138,16 @@ def _run(  # noqa: PLR0915 - the steps of a start, in their order
     if outcome.exit_code:
         sys.stderr.write(f"libra-supervisor {options.verb}: {outcome.reason}\n")
     return outcome.exit_code
+
+
+def _opened(launch: Launch) -> Prompts:
+    """Everything of the user's that is read in this process, checked before anything is started."""
+    data = launch.config.data
+    load_workflow(data.workflow, data.workflow_args)
+    prompts = open_prompts(launch.config)
+    if warning := warning_of(data.workflow, data.workflow_args, prompts.tokenizer):
+        sys.stderr.write(f"warning: {warning}\n")
+    return prompts
 
 
 def _shared_token(options: Namespace, loaded: LoadedConfig) -> str:

@@ -1,6 +1,6 @@
 """The plan in force, and the change that is under way, if any. Pure."""
 
-from typing import TYPE_CHECKING, Final, Protocol, get_args
+from typing import Final, Protocol, get_args
 
 import msgspec
 
@@ -15,14 +15,11 @@ from libra.pools.change_policy import Policy, matched_by
 from libra.pools.ground import Ground, Server, Slot, Stage, plan_on
 from libra.pools.member import MemberState
 from libra.pools.pool import RolloutPool
+from libra.pools.reconfiguration import Order, Reconfiguration
 from libra.pools.transition import PHASE_OF
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.plan_memory import PlanMemory
 from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRecord
-
-if TYPE_CHECKING:
-    from libra.pools.reconfiguration import Order, Reconfiguration
-
 
 STALLED: Final = "stalled"
 
@@ -69,18 +66,30 @@ class PlanDesk:
         """What they took; `stalled` is how long the trainer stood still for them."""
 
         self._next_number = next_number_after(plan)
+        self._decision_id = 0
         self.lost: frozenset[Slot] = frozenset()
         self._kept = memory
         if memory is not None:
             self._next_number = max(memory.next_number, self._next_number)
             self.lost = frozenset((NodeRank(0), slot) for slot in memory.lost_slots)
-            self.interrupted = memory.order
-            if memory.order is not None:
-                self.plan = memory.order.old
+            self._decision_id = memory.decision_id
+            self.plan = msgspec.structs.replace(memory.in_force, hybrids=())
+            self.interrupted = memory.order or self._order_of_replicas(memory.plan)
 
     @property
     def is_busy(self) -> bool:
         return self.change is not None or self.interrupted is not None
+
+    def _order_of_replicas(self, plan: Plan) -> Order | None:
+        """Attach again what ended with the supervisor before."""
+        if not plan.hybrids:
+            return None
+        return Order(
+            decision_id=self._decision_id,
+            reason="its replicas ended with the supervisor before",
+            old=self.plan,
+            wanted=plan,
+        )
 
     def as_carried_out(self, wanted: Plan) -> Plan:
         """`wanted`, its replicas in the core where they have no lanes of their own."""
@@ -94,9 +103,12 @@ class PlanDesk:
         return matched
 
     def renamed(self, plan: Plan) -> Plan:
-        """`plan` with fresh names for its replicas: they ended with the supervisor before."""
+        """`plan` with fresh names for its replicas: they ended with the supervisor before.
+
+        Without any where this run cannot have replicas any more.
+        """
         hybrids = []
-        for hybrid in plan.hybrids:
+        for hybrid in plan.hybrids if self.hybrids is not None else ():
             name = ReplicaId(f"hybrid-{self._next_number}")
             self._next_number += 1
             hybrids.append(msgspec.structs.replace(hybrid, replica_id=name))
@@ -142,7 +154,10 @@ class PlanDesk:
         """What has to be written down now; None when that is so already."""
         change = self.change
         lost = self.lost if change is None else change.ground.lost
+        if change is not None:
+            self._decision_id = change.order.decision_id
         memory = PlanMemory(
+            decision_id=self._decision_id,
             plan=self.plan if change is None else plan_on(change.ground, self.plan),
             next_number=self._next_number,
             order=self.interrupted if change is None else change.order,

@@ -16,8 +16,24 @@ class PlanMemory(msgspec.Struct, frozen=True, kw_only=True):
     next_number: int
     """The first that no id of an instance or a replica has had."""
 
+    decision_id: int = 0
+    """Of the newest change."""
+
     order: Order | None = None
     """What is under way."""
 
     lost_slots: tuple[SlotId, ...] = ()
     """Held by processes that did not end."""
+
+    @property
+    def in_force(self) -> Plan:
+        """The plan before what is under way."""
+        return self.plan if self.order is None else self.order.old
+
+    def to_start_with(self, *, min_rollout_gpus: int) -> Plan:
+        """What a supervisor that comes after starts, without replicas: they ended with this one.
+
+        Where too little was left when this one ended, that is the plan before the change.
+        """
+        is_enough = self.plan.num_rollout_gpus >= min_rollout_gpus
+        return msgspec.structs.replace(self.plan if is_enough else self.in_force, hybrids=())

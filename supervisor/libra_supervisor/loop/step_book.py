@@ -1,6 +1,7 @@
 """Times and numbers of the step in progress, until they become a line of metrics.jsonl. Pure."""
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -9,10 +10,13 @@ from libra.ids import PolicyVersion
 from libra.rollouts.group import CompleteGroup
 from libra.rollouts.summary import BatchSummary, summarize
 from libra.wire.rank import TrainMetrics
-from libra_supervisor.loop.commands import WriteStep
+from libra_supervisor.loop.commands import Say, WriteStep
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.rollout_use import RolloutClock
 from libra_supervisor.records.step import StepContext, StepRecord, StepTimes, step_record
+
+FLAT_STEPS: Final = 3
+"""Steps in a row without a single advantage after which it is said that nothing is learned."""
 
 
 class Draft(msgspec.Struct, kw_only=True):
@@ -42,6 +46,7 @@ class StepBook:
         """The newest closed step."""
 
         self.num_closed = 0
+        self._num_flat_in_a_row = 0
         self.trained_s = 0.0
         """Wall time of the steps closed since the process began."""
 
@@ -94,8 +99,8 @@ class StepBook:
 
     def close(
         self, *, attempt: int, num_dropped: dict[str, int], at: Moment
-    ) -> tuple[WriteStep, ...]:
-        """The line of a trained step; nothing when none is open."""
+    ) -> tuple[WriteStep | Say, ...]:
+        """The line of a trained step, and what has to be said of it; nothing when none is open."""
         draft, self._draft = self._draft, None
         if draft is None or draft.metrics is None:
             return ()
@@ -123,7 +128,22 @@ class StepBook:
         self.last = record
         self.num_closed += 1
         self.trained_s += step_s
-        return (WriteStep(record, draft.groups, use.finished),)
+        return (
+            WriteStep(record, draft.groups, use.finished),
+            *_skipped(record, draft.metrics),
+            *self._flat(record),
+        )
+
+    def _flat(self, record: StepRecord) -> tuple[Say, ...]:
+        """A warning when step after step has taught nothing; once, until one does."""
+        self._num_flat_in_a_row = self._num_flat_in_a_row + 1 if record.frac_zero_std == 1.0 else 0
+        if self._num_flat_in_a_row != FLAT_STEPS:
+            return ()
+        why = (
+            f"in {FLAT_STEPS} steps in a row all answers to each prompt got the same reward (mean "
+            f"{record.reward_mean:.3g}): no answer is better than another, so nothing is learned"
+        )
+        return (Say("nothing_to_learn", {"step": record.step, "why": why}, is_warning=True),)
 
     def discard(self) -> None:
         """Forget a step whose gang was lost."""
@@ -137,3 +157,14 @@ class StepBook:
         if self._draft is None:
             raise InvariantError("a step was trained whose batch nobody took")
         return self._draft
+
+
+def _skipped(record: StepRecord, metrics: TrainMetrics) -> tuple[Say, ...]:
+    """A warning when optimizer steps were left out: their weights are those of before."""
+    if not record.num_skipped_steps:
+        return ()
+    why = "a loss or gradient norm was not finite, or a mini-batch had no token to train on"
+    if metrics.num_tokens == 0:
+        why = "there is no token to train on: every answer was cut off and is masked"
+    fields = {"step": record.step, "num_skipped": record.num_skipped_steps, "why": why}
+    return (Say("optimizer_steps_skipped", fields, is_warning=True),)

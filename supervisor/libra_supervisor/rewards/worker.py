@@ -70,10 +70,15 @@ class RewardWorker:
 
     async def score(self, case: RewardCase) -> float | RewardFailed:
         """Score one case within the time limit; afterwards look at `is_usable`."""
+        try:
+            payload = msgspec.msgpack.encode(case)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            # The workflow's response text may be anything.
+            return RewardFailed(f"the case cannot be sent to a worker: {error}")
         self._is_broken = True
         with anyio.move_on_after(self._timeout_s):
             try:
-                await self._channel.send(msgspec.msgpack.encode(case))
+                await self._channel.send(payload)
                 answer = message_of(await self._channel.receive())
             except PeerError:
                 return RewardFailed(f"the worker {await self._how_it_ended()}")

@@ -1,6 +1,7 @@
 """One sample's client: its workflow asks, engines answer, failures are tried again elsewhere."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import anyio
@@ -40,6 +41,9 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
     run_seed: int
     max_model_len: int
     max_new_tokens: int
+    vocab_size: int | None = None
+    """Rows of the model's embedding; None when its shape is not known."""
+
     temperature: float = 1.0
     top_p: float = 1.0
     idle_timeout_s: float | None = 300.0
@@ -103,14 +107,16 @@ class SampleClient:
                 f"{self._name} has a prompt of {len(prompt)} tokens, "
                 f"max_model_len is {self._settings.max_model_len}"
             )
+        # Its own from here on: a workflow may ask for several answers at a time.
         self._num_turns += 1
-        answer = await self._piece(prompt, wanted, stop_token_ids, piece=0)
+        ask = partial(self._piece, self._num_turns, stop_token_ids)
+        answer = await ask(prompt, wanted, piece=0)
         piece = 1
         # An engine that was paused by aborting gives back what it has: the rest is asked for with
         # the answer so far as part of the prompt, so that no sampled token is lost.
         while answer.finish_reason == "abort" and len(answer.token_ids) < wanted:
             left = wanted - len(answer.token_ids)
-            rest = await self._piece(prompt + answer.token_ids, left, stop_token_ids, piece=piece)
+            rest = await ask(prompt + answer.token_ids, left, piece=piece)
             answer = joined(answer, rest)
             piece += 1
         if answer.finish_reason == "abort":
@@ -122,7 +128,13 @@ class SampleClient:
         return self.group.trajectory_id(self.sample_index)
 
     async def _piece(
-        self, prompt: tuple[int, ...], wanted: int, stop_token_ids: Sequence[int], *, piece: int
+        self,
+        turn: int,
+        stop_token_ids: Sequence[int],
+        prompt: tuple[int, ...],
+        wanted: int,
+        *,
+        piece: int,
     ) -> Completion:
         """One answer or the last error, after `max_request_attempts` tries."""
         settings = self._settings
@@ -130,7 +142,7 @@ class SampleClient:
             settings.run_seed,
             self.group,
             sample_index=self.sample_index,
-            turn=self._num_turns,
+            turn=turn,
             piece=piece,
         )
         sampling = Sampling(
@@ -143,7 +155,7 @@ class SampleClient:
         attempt = 0
         while True:
             request = GenerationRequest(
-                request_id=RequestId(f"{self._name}/t{self._num_turns}.{piece}.{attempt}"),
+                request_id=RequestId(f"{self._name}/t{turn}.{piece}.{attempt}"),
                 prompt_id=None if attempt else self.group.prompt.prompt_id,
                 prompt_token_ids=prompt,
                 sampling=sampling,

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Never, Protocol, TypeAlias
 
 import anyio
+import anyio.lowlevel
 import msgspec
 from anyio import to_thread
 
@@ -22,6 +23,7 @@ from libra.rewards.coercion import RewardFailed, coerced
 from libra.rollouts.group import AdmittedGroup
 from libra.rollouts.trajectory import FailureKind, SampleFailed, Trajectory, alignment_error
 from libra.rollouts.transcript import AlignmentBrokenError, PrefixBrokenError
+from libra.user_code import error_in_words
 from libra.workflows.client import Workflow
 from libra_supervisor.events import (
     SampleFinished,
@@ -217,9 +219,13 @@ class RolloutRunner:
             if isinstance(error, EngineSilentError):
                 self.timeouts_by_tokens[_rounded_down(client.num_tokens)] += 1
             return SampleFailed(_kind_of(error), str(error))
-        except Exception as error:  # noqa: BLE001 - workflows are written by users
-            return SampleFailed("workflow", f"{type(error).__name__}: {error}")
-        return _checked(trajectory, client)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - workflows are written by users
+            return SampleFailed("workflow", error_in_words(error))
+        except anyio.get_cancelled_exc_class():
+            # Ours goes on here; that of a task which the workflow itself had cancelled does not.
+            await anyio.lowlevel.checkpoint_if_cancelled()
+            return SampleFailed("workflow", "it waited for something that was cancelled")
+        return _checked(trajectory, client, self._parts.settings)
 
     async def _scored(self, task: Task, trajectory: Trajectory) -> Trajectory | SampleFailed:
         """The trajectory with its reward; a workflow may have given one itself."""
@@ -233,15 +239,58 @@ class RolloutRunner:
         return msgspec.structs.replace(trajectory, reward=reward)
 
 
-def _checked(trajectory: object, client: SampleClient) -> Trajectory | SampleFailed:
+def _checked(
+    trajectory: object, client: SampleClient, settings: GenerationSettings
+) -> Trajectory | SampleFailed:
     """The border to user code: what comes back is a trajectory of this sample, or a failure."""
     if not isinstance(trajectory, Trajectory):
         return SampleFailed("workflow", f"returned a {type(trajectory).__name__}, no Trajectory")
-    expected_id = client.group.trajectory_id(client.sample_index)
-    if trajectory.trajectory_id != expected_id:
-        return SampleFailed("workflow", f"returned {trajectory.trajectory_id}, not {expected_id}")
-    error = alignment_error(trajectory)
-    return trajectory if error is None else SampleFailed("alignment", error)
+    try:
+        plain = _plain(trajectory)
+    except (TypeError, ValueError, OverflowError) as error:  # also what msgspec raises
+        return SampleFailed("workflow", f"returned a Trajectory that cannot be kept: {error}")
+    wrong = _identity_error(plain, client) or _bounds_error(plain, settings)
+    if wrong is not None:
+        return SampleFailed("workflow", wrong)
+    wrong = alignment_error(plain)
+    return plain if wrong is None else SampleFailed("alignment", wrong)
+
+
+def _plain(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with the types that its class declares, a list for a tuple aside.
+
+    Records and checkpoints hold it later, where a number of numpy's would be nobody's fault. What
+    the workflow gave as reward is a reward's business. Raises what the encoder and decoder raise.
+    """
+    encoded = msgspec.msgpack.encode(msgspec.structs.replace(trajectory, reward=None))
+    decoded = msgspec.msgpack.decode(encoded, type=Trajectory)
+    return msgspec.structs.replace(decoded, reward=trajectory.reward)
+
+
+def _identity_error(trajectory: Trajectory, client: SampleClient) -> str | None:
+    group, index = client.group, client.sample_index
+    expected = {
+        "trajectory_id": group.trajectory_id(index),
+        "group_id": group.group_id,
+        "prompt_id": group.prompt.prompt_id,
+        "sample_index": index,
+    }
+    for name, value in expected.items():
+        if getattr(trajectory, name) != value:
+            return f"returned {name} {getattr(trajectory, name)!r:.80}, not {value!r}"
+    return None
+
+
+def _bounds_error(trajectory: Trajectory, settings: GenerationSettings) -> str | None:
+    """What the trainer could not take: it would fail the whole gang."""
+    token_ids = trajectory.token_ids
+    if len(token_ids) > settings.max_model_len:
+        return f"returned {len(token_ids)} tokens, max_model_len is {settings.max_model_len}"
+    if token_ids and min(token_ids) < 0:
+        return f"returned token id {min(token_ids)}"
+    if settings.vocab_size is not None and token_ids and max(token_ids) >= settings.vocab_size:
+        return f"returned token id {max(token_ids)}, the model has {settings.vocab_size}"
+    return None
 
 
 def _kind_of(error: LibraError) -> FailureKind:

@@ -96,7 +96,9 @@ def test_a_drained_engine_gets_nothing_until_it_is_undrained(running):
     step = max(run.steps())
     run.until_step(step + 3)
     drained = child(run, "vllm-0")
-    assert (drained["state"], drained["num_in_flight"]) == ("draining", 0)
+    # Now and then it is seen in the middle of a reload.
+    assert drained["state"] in ("draining", "reloading")
+    assert drained["num_in_flight"] == 0
     assert drained["policy_version"] >= step, "it takes part in reloads"
     assert run.call("undrain", "vllm-0").returncode == 0
     run.until(lambda: child(run, "vllm-0")["state"] == "serving")
@@ -155,8 +157,9 @@ def test_logs_are_chosen_by_child_role_and_rank_and_followed(running):
         return run.call("logs", *options).stdout.splitlines()
 
     assert {line.split()[1] for line in lines("--role", "rollout")} == {"vllm-0", "vllm-1"}
-    assert {line.split()[1] for line in lines("--child", "vllm-1")} == {"vllm-1"}
-    assert lines("--child", "vllm-1", "--since", "0s") == []
+    earlier = lines("--child", "vllm-1")
+    assert {line.split()[1] for line in earlier} == {"vllm-1"}
+    assert set(lines("--child", "vllm-1", "--since", "0s")).isdisjoint(earlier)
     of_rank = lines("--role", "trainer", "--rank", "1")
     assert any("trained step" in line for line in of_rank)
     assert all(" trainer rank 1 out | [rank 1] " in line for line in of_rank)

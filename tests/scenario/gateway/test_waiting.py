@@ -266,3 +266,25 @@ async def test_a_request_of_which_part_of_the_answer_is_out_stays_where_it_is():
         scheduler.drain_instance(InstanceId("i0"), True, clock.now())
         assert room.give_back(InstanceId("i0")) == 0
     assert answers == ["i0"]
+
+
+async def test_it_is_known_where_every_request_is():
+    scheduler = fleet_of(1, now=clock.now(), max_in_flight_per_instance=1)
+    room, requests = WaitingRoom(scheduler), [request(), request()]
+
+    async def ask(placement):
+        await clock.sleep(10.0)
+        placement.complete(7)
+
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(room.run)
+        async with anyio.create_task_group() as users:
+            for one in requests:
+                users.start_soon(room.serve, one, ask)
+                await trio.testing.wait_all_tasks_blocked()
+            first, second = (it.request_id for it in requests)
+            assert room.places() == {first: "i0", second: None}
+            await clock.sleep(11.0)
+            assert room.places() == {second: "i0"}
+        tg.cancel_scope.cancel()
+    assert room.places() == {}

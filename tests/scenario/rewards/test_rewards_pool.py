@@ -66,6 +66,9 @@ async def pool_of(tmp_path, reward=BY_NAME, num_workers=1, **settings):
         ("eats memory", "MemoryError"),
         ("exits", "called sys.exit(3)"),
         ("raises", "ZeroDivisionError"),
+        ("speaks in halves", "ValueError: half a character: \\ud800"),
+        ("does not say", "ShylyError, whose message cannot be shown"),
+        ("closes everything", "the worker exited with code 1"),
         ("returns a function", "returned a function, not a number"),
         ("returns nan", "returned nan"),
     ],
@@ -77,6 +80,17 @@ async def test_a_misbehaving_reward_costs_its_own_sample_only(tmp_path, misbehav
         assert outcome.reason.startswith(reason)
         assert await pool.score(case("scores")) == 1.0
         assert (pool.num_scored, pool.failed_by_reason.total()) == (1, 1)
+
+
+@pytest.mark.case("T-B76")
+@pytest.mark.parametrize("response_text", ["\ud800", object()])
+async def test_a_case_that_cannot_be_sent_costs_its_own_sample_only(tmp_path, response_text):
+    async with pool_of(tmp_path) as pool:
+        outcome = await pool.score(case("scores", response_text))
+        assert isinstance(outcome, RewardFailed)
+        assert outcome.reason.startswith("the case cannot be sent to a worker: ")
+        assert await pool.score(case("scores")) == 1.0
+        assert pool.num_replaced == 0
 
 
 @pytest.mark.case("T-B76")
@@ -124,6 +138,14 @@ async def test_a_worker_that_dies_between_two_cases_is_replaced_without_losing_o
         await clock.sleep(0.6)
         assert await pool.score(case("scores")) == 1.0
         assert pool.num_replaced == 1
+
+
+async def test_a_reward_that_forks_answers_once(tmp_path):
+    async with pool_of(tmp_path, timeout_s=10.0) as pool:
+        for _ in range(5):
+            assert await pool.score(case("forks")) == 0.5
+            assert await pool.score(case("scores")) == 1.0
+        assert pool.num_replaced == 0
 
 
 async def test_numbers_of_other_libraries_count(tmp_path):

@@ -1,13 +1,16 @@
 """The runner over a fleet that misbehaves, on a virtual clock."""
 
+import asyncio
 from contextlib import asynccontextmanager
 from math import nan
 
 import anyio
 import msgspec
+import numpy as np
 import pytest
 import trio.testing
 
+import hostile_rewards
 from fake_fleet import (
     FakeFleet,
     FakeScorer,
@@ -50,7 +53,12 @@ from trajectories import admitted, completion, prompt
 
 pytestmark = pytest.mark.anyio
 SETTINGS = GenerationSettings(
-    run_seed=7, max_model_len=64, max_new_tokens=8, idle_timeout_s=300, retry_delay_s=0.5
+    run_seed=7,
+    max_model_len=64,
+    max_new_tokens=8,
+    vocab_size=200,
+    idle_timeout_s=300,
+    retry_delay_s=0.5,
 )
 
 
@@ -346,7 +354,18 @@ async def test_one_slow_sample_holds_up_nobody_else(tmp_path):
 
 
 @pytest.mark.case("T-B62")
-@pytest.mark.parametrize("error", [ValueError("bad luck"), KeyError("x"), OSError(5, "disk")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("bad luck"),
+        KeyError("x"),
+        OSError(5, "disk"),
+        SystemExit(3),
+        ValueError("\ud800" * 10**6),
+        hostile_rewards.ShylyError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 async def test_an_error_of_the_workflow_costs_its_sample_only(tmp_path, error):
     async def fragile(task, client):
         if client.sample_index == 1:
@@ -360,6 +379,37 @@ async def test_an_error_of_the_workflow_costs_its_sample_only(tmp_path, error):
     (failure,) = run.failures()
     assert failure.kind == "workflow"
     assert failure.message.startswith(type(error).__name__)
+    assert len(failure.message.encode()) <= 500
+
+
+@pytest.mark.case("T-B62")
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_workflow_that_waits_for_what_it_cancelled_costs_its_sample_only(
+    tmp_path, anyio_backend
+):
+    async def impatient(task, client):
+        lookup = asyncio.get_running_loop().create_future()
+        lookup.cancel()
+        await lookup
+
+    run, has_failed = Run(tmp_path, FakeFleet(), workflow=impatient), anyio.Event()
+
+    async def post(event):
+        await run.post(event)
+        if isinstance(event, SampleGaveUp):
+            has_failed.set()
+
+    run.runner._parts = msgspec.structs.replace(run.runner._parts, post=post)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run.runner.run)
+        await clock.sleep(0.1)
+        run.runner.start(admitted(0, n_samples=1))
+        await has_failed.wait()
+        tasks.cancel_scope.cancel()
+    assert [(f.kind, f.message) for f in run.failures()] == [
+        ("workflow", "it waited for something that was cancelled")
+    ]
 
 
 @pytest.mark.case("T-B62")
@@ -411,7 +461,17 @@ async def test_an_invariant_broken_inside_a_workflow_is_not_the_samples_fault(tm
         ({"num_prompt_tokens": 10**6}, "alignment", "a loss mask inside the 1000000 prompt"),
         ({"version_spans": ()}, "alignment", "version spans that cover other tokens"),
         ({"version_spans": (VersionSpan(0, 5, 5),)}, "alignment", "version span [5, 5) after"),
-        ({"trajectory_id": "another"}, "workflow", "returned another, not row-0/e0/a0/s0"),
+        ({"token_ids": np.arange(5)}, "workflow", "cannot be kept: Encoding objects of type numpy"),
+        ({"num_prompt_tokens": "2"}, "workflow", "cannot be kept: Expected `int`, got `str`"),
+        ({"finish_reason": "done"}, "workflow", "cannot be kept: Invalid enum value 'done'"),
+        ({"response_text": "\ud800"}, "workflow", "cannot be kept: "),
+        ({"token_ids": (1,) * 65}, "workflow", "returned 65 tokens, max_model_len is 64"),
+        ({"token_ids": (1, -1)}, "workflow", "returned token id -1"),
+        ({"token_ids": (1, 200)}, "workflow", "returned token id 200, the model has 200"),
+        ({"trajectory_id": "x"}, "workflow", "trajectory_id 'x', not 'row-0/e0/a0/s0'"),
+        ({"group_id": "x"}, "workflow", "returned group_id 'x', not 'row-0/e0/a0'"),
+        ({"prompt_id": "x"}, "workflow", "returned prompt_id 'x', not 'row-0'"),
+        ({"sample_index": 1}, "workflow", "returned sample_index 1, not 0"),
         ({"reward": float("inf")}, "reward", "returned inf"),
     ],
 )
@@ -431,6 +491,24 @@ async def test_what_a_workflow_returns_is_checked_at_the_border(tmp_path, change
     assert message in failure.message
 
 
+async def test_lists_and_rewards_of_numpy_are_taken_as_what_they_stand_for(tmp_path):
+    async def workflow(task, client):
+        made = await single_turn(task, client)
+        return msgspec.structs.replace(
+            made,
+            token_ids=list(made.token_ids),
+            loss_mask=list(made.loss_mask),
+            reward=np.float32(0.5),
+        )
+
+    async with running(tmp_path, workflow=workflow) as run:
+        run.runner.start(admitted(0, n_samples=1))
+        await run.until_idle()
+    (finished,) = run.of(SampleFinished)
+    kept = finished.trajectory
+    assert (type(kept.token_ids), type(kept.loss_mask), kept.reward) == (tuple, tuple, 0.5)
+
+
 async def test_a_workflow_that_returns_no_trajectory_fails_its_sample(tmp_path):
     async def workflow(task, client):
         return "done"
@@ -439,6 +517,24 @@ async def test_a_workflow_that_returns_no_trajectory_fails_its_sample(tmp_path):
         run.runner.start(admitted(0, n_samples=1))
         await run.until_idle()
     assert run.failures()[0].message == "returned a str, no Trajectory"
+
+
+async def test_a_workflow_may_ask_for_several_answers_at_a_time(tmp_path):
+    async def branching(task, client):
+        async with anyio.create_task_group() as branches:
+            for _ in range(3):
+                branches.start_soon(client.generate, task.prompt_token_ids)
+        return await single_turn(task, client)
+
+    async with running(tmp_path, first_try(breaks), workflow=branching) as run:
+        run.runner.start(admitted(0, n_samples=1))
+        await run.until_idle()
+    assert len(run.of(SampleFinished)) == 1
+    ids = [request.request_id for request in run.fleet.requests]
+    assert len(set(ids)) == len(ids) == 8
+    # Tried again with the seed that it had, which no other has.
+    seeds = {request.sampling.seed for request in run.fleet.requests}
+    assert len(seeds) == 4
 
 
 async def test_a_workflow_may_score_itself(tmp_path):

@@ -16,7 +16,7 @@ import msgspec
 
 import wanted_plans
 from libra_supervisor.app import builder, engine
-from libra_supervisor.cli import main
+from libra_supervisor.cli.main import program
 
 HERE = Path(__file__).parent
 server_spec = engine.server_spec
@@ -42,4 +42,4 @@ if os.environ.get("FAKE_RUN_TRAINER") != "real":
         launcher=(sys.executable, str(HERE / "fake_torchrun.py")),
         program=(str(HERE / "fake_trainer.py"),),
     )
-sys.exit(main())
+program()

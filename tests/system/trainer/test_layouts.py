@@ -119,8 +119,7 @@ def test_only_a_step_of_several_mini_batches_needs_a_recomputation(learned):
 
 
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2"])
-@pytest.mark.case("T-B14")
-@pytest.mark.case("T-B16")
+@pytest.mark.case("T-B14", "T-B16", "T-B26", "T-B27")
 def test_what_is_not_finite_or_not_there_is_skipped_by_all_ranks_alike(results, layout):
     assert "guards" in results[layout]
 

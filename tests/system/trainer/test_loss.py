@@ -142,6 +142,10 @@ def test_the_mismatch_of_the_published_vector_is_measured():
     assert float(mismatch_k3(torch.tensor(DIFFERENCES)).mean()) == pytest.approx(0.66853025)
 
 
+def test_one_wild_token_leaves_the_mismatch_finite():
+    assert math.isfinite(float(mismatch_k3(torch.tensor([0.0, 200.0, -200.0])).sum()))
+
+
 def test_rejected_tokens_stay_in_the_denominator():
     given = batch(rollout=[0.0, -5.0], old=[0.0, 0.0], advantages=[1.0, 1.0], weights=[0.5, 0.5])
     loss, gradient, _ = loss_and_gradient([0.0, 0.0], given, importance_correction="icepop")
@@ -171,6 +175,15 @@ def test_the_kl_term_and_the_entropy_bonus_enter_with_their_weights():
         [-1.0], given, kl_coefficient=0.1, kl_estimator="k2", entropy_coefficient=0.2
     )
     assert loss == pytest.approx(0.1 * 0.125 - 0.2 * 0.5, abs=1e-6)
+
+
+def test_the_entropy_bonus_has_a_gradient():
+    given = batch(rollout=[-1.0, -2.0], advantages=[0.0, 0.0], weights=[1.0, 0.25])
+    entropies = torch.tensor([0.5, 0.7], requires_grad=True)
+    made = objective(AlgorithmConfig(entropy_coefficient=0.2), temperature=1.0, top_p=1.0)
+    loss, _ = policy_loss(torch.stack([torch.tensor([-1.0, -2.0]), entropies]), given, made)
+    (gradient,) = torch.autograd.grad(loss, entropies)
+    assert gradient.tolist() == pytest.approx([-0.2, -0.05])
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -238,6 +251,9 @@ def test_tokens_beyond_the_clip_range_are_counted():
     given = batch(rollout=[0.0] * 5, old=[0.0] * 5, advantages=[1.0, -1.0, 1.0, 1.0, -1.0])
     _, _, sums = loss_and_gradient([math.log(r) for r in ratios], given)
     assert float(sums.clipped) == 2.0
+    # CISPO caps the ratio from above alone.
+    _, _, sums = loss_and_gradient([math.log(r) for r in ratios], given, policy_loss="cispo")
+    assert float(sums.clipped) == 1.0
 
 
 def test_a_wild_ratio_stays_finite():

@@ -1,0 +1,239 @@
+"""The desk at which a running plan is looked at, on the real Replanner and the real plan desk."""
+
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from libra import clock
+from libra.planner.calibration import book_of
+from libra.planner.cost_models import described
+from libra.planner.demand import observed_demand
+from libra.planner.replan import Replanner
+from libra.planner.search import plan as searched
+from libra.pools.change_policy import policy_of
+from libra.pools.pool import RolloutPool
+from libra_supervisor.app.replan_desk import DeskPorts, ReplanDesk
+from libra_supervisor.events import ReconfigurationEnded, ReconfigurationWanted
+from libra_supervisor.loop.commands import WriteStep
+from libra_supervisor.loop.plan_desk import PlanDesk
+from libra_supervisor.records.step import StepRecord
+from replan_world import Load, replan_config
+
+READS = Load(mean=400, sigma=0.6, prompt=12000)
+WRITES = Load(mean=4000, sigma=1.0, prompt=256)
+ON = {
+    "runtime_reconfigure_training": True,
+    "runtime_cluster_swap_enabled": True,
+    "runtime_replan_interval_steps": 4,
+}
+
+
+@dataclass
+class FakeControl:
+    """What the desk reads of the control state."""
+
+    plans: PlanDesk
+    pool: RolloutPool
+
+
+@dataclass
+class Bench:
+    """A desk, what it wrote and posted, and steps for it."""
+
+    config: object
+    control: FakeControl
+    desk: ReplanDesk = None
+    written: list = field(default_factory=list)
+    posted: list = field(default_factory=list)
+    step: int = 0
+
+    def end_step(self, load, *, step_s=150.0):
+        self.step += 1
+        rng = np.random.default_rng(self.step)
+        finished = load.lengths(rng, 240, 16384)
+        self.desk.on_command(WriteStep(step_record(self.step, step_s), (), tuple(finished)))
+
+    async def end_steps(self, load, num):
+        for _ in range(num):
+            self.end_step(load)
+            await anyio.wait_all_tasks_blocked()
+
+
+def step_record(step, step_s):
+    numbers = dict.fromkeys(StepRecord.__struct_fields__, 0)
+    return StepRecord(
+        **numbers
+        | {
+            "step": step,
+            "step_s": step_s,
+            "rollout_s": step_s,
+            "num_dropped": {},
+            "train_predicted_s": None,
+        }
+    )
+
+
+@asynccontextmanager
+async def bench(*, planned_for=READS, last_decision_id=0, max_run_s=None, **planner):
+    config = replan_config(**{**ON, **planner})
+    config = replace(config, control=replace(config.control, total_steps=500, max_run_s=max_run_s))
+    lengths = planned_for.lengths(np.random.default_rng(0), 2400, 16384)
+    plan = searched(config, demand=observed_demand(config, lengths)).plan
+    policy = policy_of(config.global_resource_planner, num_slots=8)
+    pool = RolloutPool([(it.instance_id, it.tp) for it in plan.instances], now=0.0)
+    control = FakeControl(PlanDesk(plan, policy, config=config), pool)
+    made = Bench(config, control)
+    book = book_of(*described(config))
+
+    async def post(event):
+        made.posted.append((event, len(made.written)))
+
+    made.desk = ReplanDesk(
+        config,
+        Replanner(config, num_gpus=8, book=book),
+        DeskPorts(
+            control=control,
+            book=lambda: book,
+            instances=tuple,
+            write=made.written.append,
+            post=post,
+        ),
+        last_decision_id=last_decision_id,
+        started_at=clock.now(),
+    )
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(made.desk.run)
+        yield made
+        tasks.cancel_scope.cancel()
+
+
+async def settled(made, num_written):
+    for _ in range(3000):
+        if len(made.written) >= num_written:
+            break
+        await clock.sleep(0.01)
+    await anyio.wait_all_tasks_blocked()
+    assert len(made.written) >= num_written
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+pytestmark = pytest.mark.anyio
+
+
+async def until_wanted(made):
+    """Steps of a load that the plan was not made for, until another plan is wanted."""
+    with anyio.fail_after(60):
+        while not made.posted:
+            made.end_step(WRITES)
+            await clock.sleep(0.05)
+    return made.posted[0][0]
+
+
+async def test_a_look_is_written_before_what_follows_from_it():
+    async with bench(last_decision_id=6) as made:
+        wanted = await until_wanted(made)
+        _, num_written = made.posted[0]
+        decided = made.written[num_written - 1]
+        assert isinstance(wanted, ReconfigurationWanted)
+        assert wanted.decision_id == decided.decision_id == 6 + num_written
+        assert (decided.verdict, decided.is_dry_run) == ("switch", False)
+        assert wanted.reason == decided.reason
+        assert made.desk.last_in_words.startswith("switch decided after step ")
+
+
+async def test_while_a_change_is_under_way_nothing_is_decided_but_a_dry_run_answered():
+    async with bench() as made:
+        await until_wanted(made)
+        num_written = len(made.written)
+        await made.end_steps(READS, 12)
+        assert len(made.written) == num_written
+        refused = await made.desk.ask(is_dry_run=False)
+        assert (refused.ok, refused.message) == (False, "a change of the plan is under way")
+        shown = await made.desk.ask(is_dry_run=True)
+        assert shown.ok
+        assert made.written[-1].is_dry_run
+        assert len(made.posted) == 1
+
+
+async def test_how_changes_end_is_counted_and_the_desk_looks_again_after_the_cooldown():
+    async with bench(runtime_replan_cooldown_s=0.001) as made:
+        wanted = await until_wanted(made)
+        made.desk.on_event(ReconfigurationEnded(99, "failed", 0.0, {}, "somebody else's"))
+        assert (await made.desk.ask(is_dry_run=False)).ok is False
+        ended = ReconfigurationEnded(wanted.decision_id, "done", 2.0, {"drain": 1.0}, "")
+        made.desk.on_event(ended)
+        assert made.desk.outcomes.num_ended == {"failed": 1, "done": 1}
+        assert made.desk.outcomes.last_ended == ended
+        made.control.plans.plan = wanted.plan
+        num_written = len(made.written)
+        await clock.sleep(0.01)
+        await made.end_steps(WRITES, 8)
+        await settled(made, num_written + 1)
+        assert {it.verdict for it in made.written[num_written:]} == {"keep"}
+
+
+async def test_a_kind_that_was_refused_is_left_out():
+    async with bench(runtime_replan_cooldown_s=0.001) as made:
+        wanted = await until_wanted(made)
+        made.desk.on_event(ReconfigurationEnded(wanted.decision_id, "refused", 0.0, {}, "no"))
+        reply = await made.desk.ask(is_dry_run=True)
+        assert "left out since they were refused: reshape" in reply.message
+        assert reply.details["verdict"] == "keep"
+
+
+async def test_a_change_that_is_only_written_down_is_wanted_once_so_that_its_way_is_written_too():
+    async with bench(runtime_training_pool_plan_only=True) as made:
+        wanted = await until_wanted(made)
+        assert made.written[-1].verdict == "keep"
+        assert wanted.decision_id == made.written[-1].decision_id
+        made.desk.on_event(ReconfigurationEnded(wanted.decision_id, "refused", 0.0, {}, "only"))
+        num_written = len(made.written)
+        for _ in range(12):
+            made.end_step(WRITES)
+        await settled(made, num_written + 1)
+        assert len(made.posted) == 1
+
+
+async def test_what_the_changing_part_would_refuse_is_no_candidate():
+    async with bench(runtime_cluster_swap_enabled=False) as made:
+        for _ in range(6):
+            made.end_step(WRITES)
+        reply = await made.desk.ask(is_dry_run=True)
+        assert reply.details["verdict"] == "keep"
+        assert "not possible: " in reply.message
+        assert "runtime_cluster_swap_enabled" in reply.message
+
+
+async def test_a_run_whose_plan_may_not_change_refuses_and_shows():
+    options = {"runtime_dynamic_reconfiguration_enabled": False}
+    async with bench(**options, runtime_online_replanning=False) as made:
+        await made.end_steps(WRITES, 12)
+        refused = await made.desk.ask(is_dry_run=False)
+        assert not refused.ok
+        assert "--dry-run shows" in refused.message
+        assert made.written == []
+        assert (await made.desk.ask(is_dry_run=True)).ok
+
+
+async def test_the_horizon_ends_with_the_steps_and_with_the_time():
+    async with bench() as made:
+        assert made.desk.last_in_words == ""
+        made.end_step(READS)
+        reply = await made.desk.ask(is_dry_run=True)
+        assert reply.details["numbers"]["horizon_steps"] == 50
+        made.step = 489
+        made.end_step(READS)
+        reply = await made.desk.ask(is_dry_run=True)
+        assert reply.details["numbers"]["horizon_steps"] == 10
+    async with bench(max_run_s=1500.0) as made:
+        made.end_step(READS, step_s=150.0)
+        reply = await made.desk.ask(is_dry_run=True)
+        assert 9 < reply.details["numbers"]["horizon_steps"] <= 10
