@@ -27,11 +27,14 @@ class NodeRun:
             probe.bind((hosts.addresses[0], 0))
             port = probe.getsockname()[1]
         nodes = [f"{hosts.addresses[0]}:{port}", *hosts.addresses[1:]]
+        self.by_slurm = options.pop("by_slurm", False)
         gpus = options.pop("gpus", (4, 4))
         self.overrides = [
             *("-o", f"rollout_gpus={gpus[0]}", "-o", f"train_gpus={gpus[1]}"),
             *("-o", f"heterogeneous_rollout.instances=[{{tp: 1, count: {gpus[0]}}}]"),
         ]
+        if self.by_slurm:
+            nodes = []
         options = {"nodes": nodes, "node_lease_s": 4, "node_orphan_grace_s": 20} | options
         base = options.pop("base", None)
         if base is None:
@@ -44,13 +47,17 @@ class NodeRun:
     def start(self, rank, *more):
         argv = [
             *self.program, "run", str(self.config), "--run-dir", str(self.run_dir),
-            "--node-rank", str(rank), *self.overrides, *more,
+            *self.overrides, *more,
         ]  # fmt: skip
         env = {
             **os.environ,
             "LIBRA_NODE_TOKEN": TOKEN,
             "PYTHONPATH": os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p),
         }
+        if self.by_slurm:
+            env |= self.step_of(rank)
+        else:
+            argv += ["--node-rank", str(rank)]
         log = self.folder / f"node-{rank}.out"
         if rank:
             self.processes[rank] = self.hosts.run(rank, argv, log=log, env=env)
@@ -59,6 +66,16 @@ class NodeRun:
             process = subprocess.Popen(argv, stdout=out, stderr=out, env=env)
         self.hosts.processes.append(process)
         self.processes[0] = process
+
+    def step_of(self, rank):
+        """What srun tells the task on a node of a step with one task on each."""
+        first, count = self.hosts.addresses[0], len(self.hosts.addresses)
+        step = {
+            "JOB_ID": os.getpid(), "STEP_ID": 0, "JOB_NUM_NODES": count, "STEP_NUM_NODES": count,
+            "NTASKS": count, "NODEID": rank, "PROCID": rank,
+            "STEP_NODELIST": f"{first.rpartition('.')[0]}.[1-{count}]",
+        }  # fmt: skip
+        return {f"SLURM_{name}": str(value) for name, value in step.items()}
 
     def start_all(self, *more):
         for rank in range(len(self.hosts.addresses)):

@@ -141,3 +141,13 @@ def test_a_run_that_fails_takes_its_followers_along(tmp_path):
             time.sleep(0.1)
             ended = {rank: it.poll() for rank, it in run.processes.items() if it.poll() is not None}
         assert {rank: it.wait(60) for rank, it in run.processes.items()} == {0: 4, 1: 4}
+
+
+def test_a_step_of_slurm_says_who_takes_part_and_who_leads(tmp_path):
+    with hosts(3) as made:
+        run = NodeRun(made, tmp_path, total_steps=2, by_slurm=True)
+        run.start_all()
+        assert run.wait_all() == {0: 0, 1: 0, 2: 0}, run.said()
+        assert run.steps() == [1, 2]
+        instances = json.loads((run.run_dir / "plan.json").read_text())["instances"]
+        assert [it["node"] for it in instances] == [0, 0, 0, 1]
