@@ -49,7 +49,7 @@ def _with_instances(config: RunConfig, plan: Plan) -> RunConfig:
 def pinned_config(config: RunConfig, old: RunConfig) -> RunConfig:
     """`config` for a run that goes on: with `grp` it keeps the layout that `old` was run with.
 
-    Checkpoints are not moved between layouts, and what was learned since might plan another one.
+    What was learned since might plan another one, and nobody asked for a change.
     Raises ConfigError when the budget of GPUs has changed.
     """
     if config.global_resource_planner.initial_allocation_strategy != "grp":
