@@ -1,6 +1,6 @@
 """Values that are right but cannot be used: not built yet, or beyond the installed packages."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Final
 
 from libra.config.environment import Environment
@@ -66,13 +66,29 @@ def _check_key_value_heads(config: RunConfig) -> tuple[Problem, ...]:
     return (Problem(path="train_tp_size", what=f"{what}is not built", hint=hint),)
 
 
-def _check_nodes(config: RunConfig, environment: Environment) -> tuple[Problem, ...]:
-    nodes = config.hardware.nodes if config.hardware else 1
-    if nodes > 1:
-        what = f"{nodes} nodes are not available yet: a run uses one node"
-        return (Problem(path="hardware.nodes", what=what, hint="plan and simulate take any size"),)
-    if environment.slurm and environment.slurm.num_step_nodes > 1:
-        what = f"this Slurm step has {environment.slurm.num_step_nodes} nodes, a run uses one"
-        hint = "start it with srun --nodes=1 --ntasks=1"
-        return (Problem(path="", what=f"not available yet: {what}", hint=hint),)
-    return ()
+def _check_nodes(config: RunConfig, environment: Environment) -> Iterator[Problem]:
+    """Find what a run over several nodes cannot do yet, and nodes that nobody has named."""
+    step = environment.slurm
+    num_nodes = max(len(config.cluster.nodes), step.num_step_nodes if step else 1)
+    described = config.hardware.nodes if config.hardware else 1
+    if described > 1 and num_nodes == 1:
+        yield Problem(
+            path="hardware.nodes",
+            what=f"describes {described} nodes, and nobody says which they are",
+            hint="name them in nodes, or start one task on each with srun",
+            related=("nodes",),
+        )
+    if num_nodes == 1:
+        return
+    planner = "global_resource_planner"
+    for path, is_set in (
+        (
+            f"{planner}.runtime_dynamic_reconfiguration_enabled",
+            config.global_resource_planner.runtime_dynamic_reconfiguration_enabled,
+        ),
+        ("heterogeneous_rollout.endpoints", bool(config.heterogeneous_rollout.endpoints)),
+        ("rollout_weight_sync_mode", config.weights.rollout_weight_sync_mode == "nccl"),
+    ):
+        if is_set:
+            what = "is not available yet on several nodes"
+            yield Problem(path=path, what=what, hint="leave it at its default", related=("nodes",))

@@ -8,6 +8,7 @@ from libra.config.problems import ConfigProblemsError, Place, Problem
 
 TRACE_VARIABLE = "RL_TRAIN_PHASE_TRACE"
 TRACE_DIRECTORY_VARIABLE = "RL_TRAIN_PHASE_TRACE_DIR"
+NODE_TOKEN_VARIABLE = "LIBRA_NODE_TOKEN"  # noqa: S105 - a name
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True} | {
     "0": False, "false": False, "no": False, "off": False
 }  # fmt: skip
@@ -26,6 +27,11 @@ class SlurmEnvironment(msgspec.Struct, frozen=True, kw_only=True):
 
     node_rank: int = 0
     node_list: str = ""
+    """Of the job, as Slurm writes it: `gpu[01-04,7],login1`."""
+
+    step_node_list: str = ""
+    """Of the srun step; empty outside srun."""
+
     num_tasks: int = 1
     task_rank: int = 0
     num_cpus_on_node: int | None = None
@@ -67,6 +73,12 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     cuda_visible_devices: tuple[str, ...] | None = None
     """None: all devices; empty: none."""
 
+    node_token: str = ""
+    """The secret that the nodes of a run share; empty when it is not handed on this way."""
+
+    credentials_directory: str | None = None
+    """Where systemd put this unit's credentials."""
+
     slurm: SlurmEnvironment | None = None
     torchrun: TorchrunEnvironment | None = None
 
@@ -80,6 +92,8 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         home=environ.get("HOME") or None,
         data_home=environ.get("XDG_DATA_HOME") or None,
         cuda_visible_devices=_devices(environ.get("CUDA_VISIBLE_DEVICES")),
+        node_token=environ.get(NODE_TOKEN_VARIABLE, ""),
+        credentials_directory=environ.get("CREDENTIALS_DIRECTORY") or None,
         slurm=_slurm(reader) if "SLURM_JOB_ID" in environ else None,
         torchrun=_torchrun(reader)
         if {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environ.keys()
@@ -98,6 +112,7 @@ def _slurm(reader: "_Reader") -> SlurmEnvironment:
         num_step_nodes=reader.count("SLURM_STEP_NUM_NODES", 1),
         node_rank=reader.count("SLURM_NODEID", 0),
         node_list=reader.text("SLURM_JOB_NODELIST"),
+        step_node_list=reader.text("SLURM_STEP_NODELIST"),
         num_tasks=reader.count("SLURM_NTASKS", 1),
         task_rank=reader.count("SLURM_PROCID", 0),
         num_cpus_on_node=reader.optional_count("SLURM_CPUS_ON_NODE"),

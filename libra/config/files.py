@@ -10,9 +10,11 @@ from libra.config.model_arch import ModelArchConfig
 from libra.config.model_files import model_arch_of
 from libra.config.problems import Problem
 from libra.config.run import RunConfig
+from libra.config.surface import value_of
 from libra.errors import DataError
 
 DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+_TLS_FILES = ("node_tls_cert", "node_tls_key", "node_tls_ca")
 
 
 class Files(Protocol):
@@ -86,9 +88,10 @@ def check_paths(config: RunConfig, files: Files) -> tuple[Problem, ...]:
         *_check_data("train_data", config.data.train_data, files),
         *(_check_data("eval_data", eval_data, files) if eval_data else ()),
     ]
-    token = config.api.api_token_file
-    if token and files.kind_of(Path(token)) != "file":
-        problems.append(Problem(path="api.api_token_file", what=f"there is no file {token}"))
+    for option in ("api.api_token_file", "node_token_file", *_TLS_FILES):
+        path = value_of(config, option)
+        if path and files.kind_of(Path(path)) != "file":
+            problems.append(Problem(path=option, what=f"there is no file {path}"))
     return tuple(problems)
 
 

@@ -106,8 +106,8 @@ heterogeneous_rollout:
 
 Environment variables: `RL_TRAIN_PHASE_TRACE` (1 or 0) sets `phase_trace_enabled`,
 `RL_TRAIN_PHASE_TRACE_DIR` sets `phase_trace_dir`. `XDG_DATA_HOME` moves the default of
-`global_resource_planner.calibration_dir`. Slurm's and torchrun's tell which part of the job
-this process is.
+`global_resource_planner.calibration_dir`. `LIBRA_NODE_TOKEN` hands on the secret of several nodes.
+Slurm's and torchrun's tell which part of the job this process is.
 
 The last column says what `--resume` does with a changed value: *may change* takes effect from the
 step at which the run goes on; *fixed* is an error.

@@ -9,6 +9,7 @@ from libra.config.evaluation import EvaluationConfig
 from libra.config.hardware import HardwareConfig
 from libra.config.model import ModelConfig
 from libra.config.model_arch import ModelArchConfig
+from libra.config.nodes import NodesConfig
 from libra.config.planning import PlannerConfig
 from libra.config.rollout import HeterogeneousRolloutConfig, RolloutConfig
 from libra.config.run_control import RunControlConfig
@@ -19,7 +20,7 @@ from libra.config.weights import WeightsConfig
 
 
 class RunConfig(Config, frozen=True, kw_only=True):
-    """One run. Sections from `model` to `tracing` are flat in YAML; the rest are nested there."""
+    """One run. Sections from `model` to `cluster` are flat in YAML; the rest are nested there."""
 
     model: ModelConfig
     control: RunControlConfig = msgspec.field(default_factory=RunControlConfig)
@@ -31,6 +32,7 @@ class RunConfig(Config, frozen=True, kw_only=True):
     rollout: RolloutConfig = msgspec.field(default_factory=RolloutConfig)
     weights: WeightsConfig = msgspec.field(default_factory=WeightsConfig)
     tracing: TracingConfig = msgspec.field(default_factory=TracingConfig)
+    cluster: NodesConfig = msgspec.field(default_factory=NodesConfig)
     global_resource_planner: PlannerConfig = msgspec.field(default_factory=PlannerConfig)
     heterogeneous_rollout: HeterogeneousRolloutConfig = msgspec.field(
         default_factory=HeterogeneousRolloutConfig

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import inspect
 
 from libra.config.compose import BASE_KEY, COMPOSITION_DOCS, SECTION_OF_REFERENCE
+from libra.config.nodes import NodeAddress
 from libra.config.run import RunConfig
 from libra.config.surface import FLAT_SECTIONS, Option, all_options, section_types
 from libra.config.wording import field_docs
@@ -39,6 +40,9 @@ def json_schema() -> dict[str, Any]:
             _describe(schema, described[name])
     for cls in _nested_structs():
         _describe_struct(definitions[cls.__name__], cls)
+    _describe_struct(definitions[NodeAddress.__name__], NodeAddress)
+    address = definitions[NodeAddress.__name__]
+    definitions[NodeAddress.__name__] = {"anyOf": [{"type": "string"}, address]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Libra run configuration",

@@ -20,6 +20,7 @@ FLAT_SECTIONS: Final = (
     "rollout",
     "weights",
     "tracing",
+    "cluster",
 )
 """Sections of RunConfig whose fields are top-level keys; the names of these are no keys."""
 

@@ -17,6 +17,7 @@ from msgspec import inspect
 
 from libra.config.base import INFINITY, PATH
 from libra.config.document import ListNode, MapNode, Node, Scalar
+from libra.config.nodes import NodeAddress, split_address
 from libra.config.problems import Place, Problem, did_you_mean
 from libra.config.run import RunConfig
 from libra.config.surface import (
@@ -140,7 +141,7 @@ class _Converter:
                 inner = next(member for member in types if not isinstance(member, inspect.NoneType))
                 return self._value(inner, node, path)
             case inspect.StructType():
-                return self._section(kind, node, path)
+                return self._section(kind, _long_form(kind, node), path)
             case inspect.ListType(item_type=item_type):
                 return self._list(item_type, node, path)
             case inspect.DictType(value_type=inspect.AnyType()):
@@ -298,6 +299,16 @@ class _Converter:
         if len(leaves) > MAX_LISTED_LEAVES:
             what = f"and {len(leaves) - MAX_LISTED_LEAVES} more unknown options below"
             self._report(path, what, node.place)
+
+
+def _long_form(kind: inspect.StructType, node: Node) -> Node:
+    """A node's address that is written as text, as the mapping it is short for."""
+    if kind.cls is not NodeAddress or not isinstance(node, Scalar):
+        return node
+    if not isinstance(node.value, str):
+        return node
+    fields = split_address(node.value)
+    return MapNode({name: Scalar(value, node.place) for name, value in fields.items()}, node.place)
 
 
 def node_is_plain(node: Node) -> bool:

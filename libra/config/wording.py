@@ -14,6 +14,7 @@ from msgspec import inspect
 
 from libra.config.base import INFINITY, PATH
 from libra.config.document import ListNode, Scalar, parse_document
+from libra.config.nodes import NodeAddress
 from libra.config.problems import Place
 
 
@@ -63,7 +64,8 @@ def _container_words(kind: inspect.Type) -> str:
         case inspect.DictType(key_type=key, value_type=value):
             return f"mapping from {type_words(key)} to {type_words(value)}"
         case inspect.StructType(cls=cls):
-            return f"`{{{', '.join(field_docs(cls))}}}`"
+            short = "text or " if cls is NodeAddress else ""
+            return f"{short}`{{{', '.join(field_docs(cls))}}}`"
         case inspect.BoolType():
             return "`true`, `false`"
         case inspect.NoneType():

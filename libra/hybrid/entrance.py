@@ -80,15 +80,16 @@ class Entrance:
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
+            # Who comes while there are too many waits until one of them is cut off.
+            self._num_strangers.acquire()
             try:
                 connection, _ = listener.accept()
             except ConnectionAbortedError:
+                self._num_strangers.release()
                 continue
             except OSError:
+                self._num_strangers.release()
                 return  # closed
-            if not self._num_strangers.acquire(blocking=False):
-                connection.close()
-                continue
             threading.Thread(
                 target=self._receive, args=(connection,), name="lane-proof", daemon=True
             ).start()
@@ -102,8 +103,8 @@ class Entrance:
             hello = self._proved(channel)
             shared = self._memory() if is_unix else None
             self._admit(channel, hello, shared, lambda: self._welcome(channel, shared))
-        except PeerError as error:
-            # A stranger; or a member, which has been told why.
+        except (PeerError, OSError) as error:
+            # A stranger; a member, which has been told why; or no memory for one.
             print(f"lane {self._lane}: not let in: {error}", flush=True)  # noqa: T201
             channel.close()
         finally:

@@ -52,11 +52,14 @@ def fence_fault(found: Fence, wanted: Fence) -> Fault:
     return Fault.NONE if found == wanted else Fault.FENCE
 
 
-def value_fault(*, is_sum_right: bool, square_sum: float) -> Fault:
-    """Judge what came by itself; the norm is compared when all lanes are known."""
+def value_fault(*, is_sum_right: bool, square_sum: float, numbers: Sequence[float]) -> Fault:
+    """Judge what came by itself; the norm is compared when all lanes are known.
+
+    `numbers` are added to the core's loss: one that is not finite would spoil the step as well.
+    """
     if not is_sum_right:
         return Fault.CHECKSUM
-    return Fault.NONE if isfinite(square_sum) else Fault.NOT_FINITE
+    return Fault.NONE if all(map(isfinite, (square_sum, *numbers))) else Fault.NOT_FINITE
 
 
 def votes(ballots: Sequence[Ballot], *, own_square_sum: float) -> list[float]:

@@ -166,7 +166,9 @@ class Guest:
             return
         found = measured(self.values, arrive=self._arrival())
         fault = value_fault(
-            is_sum_right=found.checksum == header.checksum, square_sum=found.square_sum
+            is_sum_right=found.checksum == header.checksum,
+            square_sum=found.square_sum,
+            numbers=header.numbers,
         )
         with self._changed:
             self._arrived = Arrived(header, Ballot(fault, found.square_sum))

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
+
 from libra.ids import InstanceId, NodeRank, SlotId
 from libra.planner.plan import InstancePlacement, Plan, TrainPlacement
 from libra.planner.train_layout import TrainLayout
@@ -48,6 +50,29 @@ def place(
         ),
         instances=tuple(instances),
     )
+
+
+def spread_over_nodes(plan: Plan, *, gpus_per_node: int) -> Plan | None:
+    """The same split with a node for every rank and instance; None when one has no room."""
+    train = plan.train
+    layout = TrainLayout(
+        tp=train.tp,
+        pp=train.pp,
+        cp=train.cp,
+        ep=train.ep,
+        dp=train.dp,
+        micro_batch_size=train.micro_batch_size or 1,
+    )
+    placed = place(
+        layout,
+        [instance.tp for instance in plan.instances],
+        num_gpus=plan.num_rollout_gpus + train.world_size,
+        gpus_per_node=gpus_per_node,
+    )
+    if placed is None:
+        return None
+    told = msgspec.structs.replace(placed.train, micro_batch_size=train.micro_batch_size)
+    return msgspec.structs.replace(placed, strategy=plan.strategy, train=told)
 
 
 def free_slots(placed: Plan, num_gpus: int, gpus_per_node: int) -> list[int]:

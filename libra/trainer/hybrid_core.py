@@ -46,7 +46,7 @@ class CoreExchange:
         self._shares = Shares(self._aggregation, MiniBatch((), 0, 0), (), 0)
         self._outcome = Outcome(0, 1.0, ())
         self._reference = 0.0
-        """Square sum of one core replica's gradients, of the mini-batch before this one."""
+        """Square of the newest gradient norm above 0."""
 
         self._digest: int | None = None
         """Of the weights now; None while nobody wants to know."""
@@ -83,7 +83,6 @@ class CoreExchange:
         if command.hybrids is None:
             # The weights are going to change without anybody looking.
             self._digest = None
-            self._reference = 0.0
             if self._head is not None:
                 self._head.forget_everything()
             return
@@ -116,6 +115,8 @@ class CoreExchange:
             gradients.write(self._reduced)
 
     def publish(self, stepped: Stepped) -> None:
+        if stepped.is_taken and stepped.norm > 0:
+            self._reference = stepped.norm**2
         if self._head is None or self._hybrids is _NOBODY:
             return
         if self._reduced is None:
@@ -167,9 +168,8 @@ class CoreExchange:
         own = self._backend.gradients.square_sum()
         totals = sum_over_world(self._world, votes(ballots, own_square_sum=own))
         one_replica = totals[-1] * self._replica_size / self._world.size
-        # A core that happens to have no gradient this time judges by the time before.
+        # A core whose own samples happen to teach nothing judges by the step before.
         reference = max(one_replica, self._reference)
-        self._reference = one_replica
         return verdicts(totals, reference_square_sum=reference, norm_limit=self._norm_limit)
 
     def _add(self, replica_id: ReplicaId, came: Contribution, sums: list[float]) -> None:

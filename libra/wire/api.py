@@ -15,7 +15,10 @@ class VerbRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Body of `POST /v1/<verb>`; an empty body means every default."""
 
     target: str = ""
-    """A child's name; required by drain, undrain and restart."""
+    """A child's name; required by drain, undrain and restart, unless a node is given."""
+
+    node: Count | None = None
+    """drain, undrain: every engine of this node."""
 
     now: bool = False
     """stop: do not finish the step that is being trained."""
@@ -80,6 +83,20 @@ class ChildStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What the queue and the KV use are made of, when a server has several; else empty."""
 
 
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One machine of a run over several."""
+
+    node: int
+    host: str
+    state: str
+    """leads, joining, member, suspected or lost."""
+
+    since_s: float | None
+    """Seconds in this state; None for the leader, which is there as long as its run."""
+
+    detail: str
+
+
 class StatusSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The run at one moment."""
 
@@ -101,5 +118,8 @@ class StatusSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The newest look at the plan, as a sentence; empty before the first."""
 
     children: tuple[ChildStatus, ...]
+    nodes: tuple[NodeStatus, ...] = ()
+    """Empty on one machine."""
+
     oldest_wait: str
     """The request that has waited longest, as a sentence; empty when none waits."""

@@ -7,8 +7,9 @@ The lanes run between two processes. Measured per gradient: from the member's fi
 head has copied, summed and checked it (`up`), and from `publish` until the member has checked it
 (`down`). The peers move as many bytes in the same run, without any check: a copy in memory, and
 blocking sockets between two processes. `--gangs` starts a core and a replica under torchrun on the
-CPU with a model in Hugging Face format, and times each phase of a join, and a core's step with and
-without a member whose samples have no token to train, so that the difference is the channel's.
+CPU with a model in Hugging Face format, and times each phase of a join, and a core's step with its
+own samples alone and with a member besides, whose samples have no token to train: the core computes
+the same, so the difference is the exchange's and what two gangs take from each other's cores.
 Prints JSON.
 """
 
@@ -191,11 +192,14 @@ def gangs(model: Path, *, num_steps: int = 9) -> dict[str, Any]:
         seconds[name] = round(time.monotonic() - began_at, 3)
         return found
 
-    def batch(step: int) -> list[Any]:
-        # The second share is of a sample without a token to train.
-        whole = make_samples(step, 8, vocab_size)
-        empty = [structs.replace(it, loss_mask=bytes(len(it.loss_mask))) for it in whole]
-        return [[it for pair in zip(whole, empty, strict=True) for it in pair]]
+    def samples(step: int) -> list[Any]:
+        return make_samples(step, 8, vocab_size)
+
+    def with_empty(step: int) -> list[Any]:
+        # Every second sample, which is the member's, has no token to train.
+        own = samples(step)
+        empty = [structs.replace(it, loss_mask=bytes(len(it.loss_mask))) for it in own]
+        return [it for pair in zip(own, empty, strict=True) for it in pair]
 
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -205,12 +209,12 @@ def gangs(model: Path, *, num_steps: int = 9) -> dict[str, Any]:
         name = run.start("hybrid-0")
         timed("start_replica_s", run.until_ready)
         run.open_lanes()
-        alone = [step_s(run, step, batch(step)) for step in range(1, num_steps + 1)]
+        alone = [step_s(run, step, [samples(step)]) for step in range(1, num_steps + 1)]
         snapshot = timed("snapshot_s", lambda: run.snapshot(num_steps))
         timed("load_and_connect_s", lambda: run.join(name, snapshot))
         who = Membership(members=[name])
         steps = range(num_steps + 1, 2 * num_steps + 1)
-        joined = [step_s(run, step, batch(step), who) for step in steps]
+        joined = [step_s(run, step, [with_empty(step)], who) for step in steps]
     return {
         **seconds,
         "step_alone_s": summary(alone[1:]),

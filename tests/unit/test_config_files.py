@@ -97,21 +97,17 @@ def test_nothing_that_is_a_default_is_unavailable():
     assert not check_availability(config_from(), Environment())
 
 
-def test_more_than_one_node_is_refused_for_a_run(tmp_path: Path):
+def test_nodes_that_nobody_names_are_refused_for_a_run(tmp_path: Path):
     text = (
         "hardware: {device_name: x, memory_bytes: 1, dense_bf16_flops: 1, nodes: 2, "
         "memory_bandwidth_bytes_per_s: 1, intra_node_bandwidth_bytes_per_s: 1, "
         "inter_node_bandwidth_bytes_per_s: 1}"
     )
-    assert (
-        "2 nodes are not available yet"
-        in problems_of(write_run(tmp_path, text))["hardware.nodes"].what
-    )
+    found = problems_of(write_run(tmp_path, text))["hardware.nodes"]
+    assert found.what == "describes 2 nodes, and nobody says which they are"
     slurm = SlurmEnvironment(job_id=1, num_job_nodes=2, num_step_nodes=2)
-    found = check_availability(config_from(), Environment(slurm=slurm))
-    assert "this Slurm step has 2 nodes" in found[0].what
-    alone = SlurmEnvironment(job_id=1, num_job_nodes=2)
-    assert not check_availability(config_from(), Environment(slurm=alone))
+    assert not check_availability(config_from(text), Environment(slurm=slurm))
+    assert not check_availability(config_from(f"nodes: [a, b]\n{text}"), Environment())
 
 
 def test_replicated_key_value_heads_are_not_trained_yet(tmp_path: Path):

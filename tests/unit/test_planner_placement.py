@@ -2,8 +2,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from config_files import config_from
 from libra.planner.applied import planned_config
-from libra.planner.placement import place
+from libra.planner.placement import place, spread_over_nodes
 from libra.planner.plan import configured_plan
 from libra.planner.search import plan
 from libra.planner.train_layout import TrainLayout
@@ -80,3 +81,23 @@ def test_a_planned_configuration_pins_the_same_split(num_gpus):
     assert (again.train.tp, again.train.pp) == (report.plan.train.tp, report.plan.train.pp)
     assert sorted(i.tp for i in again.instances) == sorted(i.tp for i in report.plan.instances)
     assert pinned.training.micro_batch_size == report.choice.train.micro_batch_size
+
+
+def test_a_configured_split_is_spread_over_nodes_and_keeps_what_else_it_says():
+    text = (
+        "rollout_gpus: 4\ntrain_gpus: 4\ntrain_tp_size: 2\n"
+        "heterogeneous_rollout: {instances: [{tp: 1, count: 2}, {tp: 2, count: 1}]}"
+    )
+    configured = configured_plan(config_from(text))
+    placed = spread_over_nodes(configured, gpus_per_node=4)
+    assert placed is not None
+    assert placed.strategy == "configured"
+    assert placed.train.micro_batch_size is None
+    assert {placed.train.node_of_rank(rank) for rank in range(4)} == {1}
+    assert [(it.tp, it.node, it.slots) for it in placed.instances] == [
+        (2, 0, (0, 1)), (1, 0, (2,)), (1, 0, (3,))
+    ]  # fmt: skip
+    three = spread_over_nodes(configured, gpus_per_node=3)
+    assert three is not None
+    assert three.train.nodes == (1, 1, 2, 2)
+    assert spread_over_nodes(configured, gpus_per_node=1) is None

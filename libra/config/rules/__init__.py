@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from libra.config.problems import Problem
-from libra.config.rules import batch, code, exclusive, parallelism, planning, rollout, scheduling
+from libra.config.rules import (
+    batch,
+    code,
+    exclusive,
+    nodes,
+    parallelism,
+    planning,
+    rollout,
+    scheduling,
+)
 from libra.config.run import RunConfig
 
 Rule: TypeAlias = Callable[[RunConfig], Iterable[Problem]]
@@ -20,12 +29,14 @@ RULES: tuple[Rule, ...] = (
     *code.RULES,
     *scheduling.RULES,
     *planning.RULES,
+    *nodes.RULES,
     *exclusive.RULES,
 )
 WARNINGS: tuple[Rule, ...] = (
     *batch.WARNINGS,
     *rollout.WARNINGS,
     *scheduling.WARNINGS,
+    *nodes.WARNINGS,
     *exclusive.WARNINGS,
 )
 

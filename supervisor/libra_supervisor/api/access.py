@@ -1,6 +1,5 @@
 """Who may call: the same user over the Unix socket, the bearer of the run's token over TCP."""
 
-import hmac
 import os
 import secrets
 from pathlib import Path
@@ -9,6 +8,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from libra.errors import SiteError
+from libra.wire.bearer import has_bearer
 from libra_supervisor.process.peer import peer_uid
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
@@ -41,10 +41,7 @@ def read_or_make_token(path: Path) -> str:
 
 def has_token(request: web.Request, token: str) -> bool:
     """Compare in constant time."""
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    # A header may hold bytes that are no text; they come as surrogates.
-    said = given.encode("utf-8", "surrogateescape")
-    return scheme.lower() == "bearer" and hmac.compare_digest(said, token.encode())
+    return has_bearer(request.headers.get("Authorization", ""), token)
 
 
 def guard_unix() -> Middleware:

@@ -8,13 +8,15 @@ from typing import Final
 import msgspec
 
 from libra.data.dataset import PromptDataset
+from libra.errors import InvariantError
 from libra.ids import ChildId, InstanceId, RunId
 from libra.planner.plan import HybridPlacement, InstancePlacement, TrainPlacement
 from libra.scheduling.scheduler import Scheduler
 from libra.workflows.loading import load_workflow
+from libra_supervisor.app.cluster import Cluster
 from libra_supervisor.app.device_gate import DeviceGate
 from libra_supervisor.app.drain_watch import DrainWatch
-from libra_supervisor.app.engine import Engine, EngineSite
+from libra_supervisor.app.engine import Engine, EngineSite, HeldPort
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.app.foreign import ForeignEngine
@@ -32,6 +34,7 @@ from libra_supervisor.inbox import Inbox
 from libra_supervisor.instances.client import MODEL_NAME
 from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.loop.execute import Terms
+from libra_supervisor.nodes.remote import remote_port
 from libra_supervisor.process.spawn import Spawner
 from libra_supervisor.ranks.gang import Gang
 from libra_supervisor.ranks.torchrun import TRAINER_ID, GangSite
@@ -69,6 +72,8 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
     inbox: Inbox[Event]
     rng: Random
     meter: ServingMeter
+    cluster: Cluster | None = None
+    """The other nodes; None when there are none."""
 
     def terms(self) -> Terms:
         config = self.launch.config
@@ -105,6 +110,8 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
 
         def make(placement: InstancePlacement, has_devices: bool) -> Engine:
             self.meter.add(placement.instance_id, placement.tp)
+            if placement.node:
+                return self._remote_engine(site, placement, served_directory)
             if url := url_of.get(placement.instance_id):
                 return ForeignEngine(site, placement, self.scheduler, url=url, rng=self.rng)
             return Engine(
@@ -133,9 +140,51 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             rng=self.rng,
         )
 
+    def _remote_engine(
+        self,
+        site: EngineSite,
+        placement: InstancePlacement,
+        served_directory: Callable[[], Path | None],
+    ) -> Engine:
+        """A server on another node, under that node's environment and its own devices."""
+        cluster = self._others()
+        node = cluster.nodes[placement.node]
+
+        async def hold_port(host: str, port: int) -> HeldPort:
+            return await remote_port(node, host, port)
+
+        there = msgspec.structs.replace(
+            site,
+            host=cluster.site.hosts[placement.node],
+            env={},
+            devices=tuple(map(str, range(1 + max(placement.slots))))
+            if site.device == "cuda"
+            else site.devices,
+            cores=(),
+        )
+        base = site.config.rollout.rollout_port_base
+        return Engine(
+            there,
+            placement,
+            self.scheduler,
+            port=port_of(placement.instance_id, base),
+            served_directory=served_directory,
+            rng=self.rng,
+            gate=node,
+            spawner=cluster.spawner_for(placement.node, self.spawner),
+            hold_port=hold_port,
+        )
+
+    def _others(self) -> Cluster:
+        if self.cluster is None:
+            raise InvariantError("a plan for several nodes has none but this one")
+        return self.cluster
+
     def gang(self) -> Gang:
         launch = self.launch
         site, gate = self.gang_site(launch.plan.train), self._gang_gate(launch.plan.train)
+        if site.agents:
+            return self._spread_gang(site)
         return Gang(
             site,
             spawner=self.spawner,
@@ -145,6 +194,21 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             rng=self.rng,
             hindrance=None if gate is None else gate.hindrance,
         )
+
+    def _spread_gang(self, site: GangSite) -> Gang:
+        """A gang with ranks on other nodes."""
+        cluster = self._others()
+        gang = Gang(
+            site,
+            spawner=cluster.gang_spawner(self.spawner),
+            config=self.launch.config.supervision,
+            choose=CheckpointChooser(self.launch.directory, self.inbox),
+            post=self.inbox.post,
+            rng=self.rng,
+            hindrance=cluster.gang_hindrance,
+        )
+        cluster.take_in_ranks_for(gang)
+        return gang
 
     def replicas(self) -> Replicas:
         """Gangs for hybrid replicas, in the core's layout but for data parallelism."""
@@ -194,6 +258,17 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         launch = self.launch
         on_cuda = launch.device == "cuda"
         slots = placement.slots
+        if any(placement.node_of_rank(rank) for rank in range(len(slots))):
+            return GangSite(
+                run_id=self.run_id,
+                directory=launch.directory,
+                placement=placement,
+                device=launch.device,
+                env={},
+                agents=self._others().agents(
+                    placement, launch.environ, launch.devices if on_cuda else ()
+                ),
+            )
         devices = tuple(launch.devices[slot] for slot in slots)
         return GangSite(
             run_id=self.run_id,

@@ -1,10 +1,10 @@
 """One vLLM server: its port, its client, and what its supervision needs to know."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from random import Random
-from typing import Final, Literal
+from typing import Final, Literal, Protocol, TypeAlias
 
 import anyio
 import msgspec
@@ -17,17 +17,17 @@ from libra.planner.plan import InstancePlacement
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
 from libra.wire.instance import GO_FILE_VARIABLE, WAITING_SUFFIX, InstanceState, Sampling
-from libra_supervisor.app.device_gate import DeviceGate
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.health import Health, HealthMonitor
 from libra_supervisor.instances.poller import InstancePoller, Polled
-from libra_supervisor.instances.port_lease import PortLease, lease_port
+from libra_supervisor.instances.port_lease import lease_port
 from libra_supervisor.instances.request_watch import RequestWatch
 from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.instances.vllm import InstancePlacement as ServerPlacement
 from libra_supervisor.instances.vllm import ServingPaths, server_spec, start_digest
 from libra_supervisor.process.child import RunningChild
 from libra_supervisor.process.lifecycle import ChildHooks
+from libra_supervisor.process.spawn import Spawner
 from libra_supervisor.process.spec import Limits, ProcessSpec
 from libra_supervisor.run_directory import RunDirectory
 
@@ -38,6 +38,29 @@ RELOAD_FACTOR: Final = 10.0
 FIRST_TOKEN: Final = Sampling(max_new_tokens=1, temperature=0.0)
 
 _log = get_log()
+
+
+class Gate(Protocol):
+    """Holds a start back."""
+
+    async def hindrance(self) -> str | None:
+        """Why it has to wait; None when it can go ahead."""
+
+
+class HeldPort(Protocol):
+    """A port that nobody else is given until it is closed."""
+
+    port: int
+
+    def close(self) -> None: ...
+
+
+HoldPort: TypeAlias = Callable[[str, int], Awaitable[HeldPort]]
+"""Holds a port, any for 0, at an address. Raises SiteError."""
+
+
+async def _held_here(host: str, port: int) -> HeldPort:
+    return lease_port(host, port)
 
 
 class EngineSite(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,8 +125,10 @@ class Engine(ChildHooks):
         port: int,
         served_directory: Callable[[], Path | None],
         rng: Random,
-        gate: DeviceGate | None = None,
+        gate: Gate | None = None,
         has_devices: bool = True,
+        spawner: Spawner | None = None,
+        hold_port: HoldPort | None = None,
     ) -> None:
         """Nothing is started yet; `port` 0 takes any.
 
@@ -131,7 +156,11 @@ class Engine(ChildHooks):
         self.loading_directory: Path | None = None
         """The published version that a process which is not ready yet starts from."""
 
-        self._lease: PortLease | None = None
+        self._hold_port: HoldPort = hold_port or _held_here
+        self.spawner = spawner
+        """What starts its processes, when it is not on this node."""
+
+        self._lease: HeldPort | None = None
         self._had_port = False
         self._url: str | None = None
         self._client: InstanceClient | None = None
@@ -158,7 +187,7 @@ class Engine(ChildHooks):
         if self._replacement is not None:
             self._replacement.stopped_at = clock.now()
         site = self._site
-        self._lease = self._leased()
+        self._lease = await self._leased()
         self._had_port = True
         server = self._server(incarnation, self._lease.port)
         await self._connect(server.base_url)
@@ -314,7 +343,7 @@ class Engine(ChildHooks):
             self._lease.close()
             self._lease = None
 
-    def _leased(self) -> PortLease:
+    async def _leased(self) -> HeldPort:
         """The configured port stays ours from life to life; else each life has another one.
 
         Raises SiteError at the first start, later ChildError: then it may be a matter of time.
@@ -323,7 +352,7 @@ class Engine(ChildHooks):
             return self._lease
         self._release_port()
         try:
-            return lease_port(self._site.host, self._port)
+            return await self._hold_port(self._site.host, self._port)
         except SiteError as error:
             if self._had_port:
                 raise ChildError(str(error)) from error

@@ -80,7 +80,7 @@ class Fleet:
         supervision = Supervision(
             ChildId(placement.instance_id),
             engine,
-            spawner=self._spawner,
+            spawner=engine.spawner or self._spawner,
             budget=RestartBudget(policy_from(self._config)),
             deadlines=deadlines_from(self._config),
             post=self._post,

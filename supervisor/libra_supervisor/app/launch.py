@@ -16,11 +16,12 @@ from libra.config.load import LoadedConfig, dump_resolved, dump_yaml, load_resol
 from libra.config.problems import ConfigProblemsError
 from libra.config.resume import check_resume
 from libra.config.run import RunConfig
-from libra.errors import ConfigError, SiteError
+from libra.errors import ConfigError, InfeasiblePlanError, SiteError
 from libra.ids import RunId
 from libra.planner.applied import pinned_config, planned_config
 from libra.planner.calibration import Calibration, encode
 from libra.planner.matching import slots_of
+from libra.planner.placement import spread_over_nodes
 from libra.planner.plan import Plan
 from libra.planner.probe import SwitchPlan
 from libra.planner.report import PlanReport
@@ -38,6 +39,7 @@ from libra_supervisor.doctor.devices import (
 )
 from libra_supervisor.doctor.held import NOTHING, Held, held_by_run
 from libra_supervisor.loop.plan_memory import PlanMemory
+from libra_supervisor.nodes.site import Site
 from libra_supervisor.records.calibration import CalibrationStore, known_book, store_of
 from libra_supervisor.run_directory import RunDirectory
 
@@ -52,6 +54,10 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     environ: Mapping[str, str]
     run_directory: Path | None = None
     is_resume: bool = False
+    site: Site | None = None
+    """None: this machine alone."""
+
+    node_token: str = ""
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +84,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     environ: Mapping[str, str]
     loaded: LoadedConfig
     is_resume: bool
+    site: Site | None = None
+    node_token: str = ""
+    """What the nodes of `site` share."""
+
     excluded: frozenset[TrainLayout] = frozenset()
     """Layouts that failed their recompute probe."""
 
@@ -133,10 +143,7 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
     store = store_of(config, request.loaded.environment)
     book = known_book(config, store)
     report = planned(config, calibration=book)
-    plan = report.plan
-    if memory is not None:
-        least = config.global_resource_planner.min_rollout_gpus
-        plan = memory.to_start_with(min_rollout_gpus=least)
+    plan = _first_plan(report.plan, memory, config, request.site)
     config = planned_config(config, plan)
     launch = Launch(
         config=config,
@@ -151,6 +158,8 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
         environ=request.environ,
         loaded=request.loaded,
         is_resume=request.is_resume,
+        site=request.site,
+        node_token=request.node_token,
         memory=memory,
     )
     launch = _on_devices(launch, held=held_by_run(directory) if writes else NOTHING)
@@ -158,6 +167,37 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
         atomic_write(directory.given_config, request.config_path.read_bytes())
         write_plan(launch)
     return launch
+
+
+def _first_plan(
+    found: Plan, memory: PlanMemory | None, config: RunConfig, site: Site | None
+) -> Plan:
+    """What the run starts with: the plan it had come to, else the one that was found."""
+    plan = found
+    if memory is not None:
+        least = config.global_resource_planner.min_rollout_gpus
+        plan = memory.to_start_with(min_rollout_gpus=least)
+    return plan if site is None else on_nodes(plan, config, site.num_nodes)
+
+
+def on_nodes(plan: Plan, config: RunConfig, num_nodes: int) -> Plan:
+    """The plan with a node for everything in it. Raises InfeasiblePlanError when it has no room.
+
+    A plan of the search has them already; a configured one counts slots as if all were here.
+    """
+    if plan.strategy != "configured":
+        return plan
+    num_gpus = plan.num_rollout_gpus + plan.train.world_size
+    per_node = -(-num_gpus // num_nodes)
+    if config.hardware is not None:
+        per_node = config.hardware.gpus_per_node
+    placed = spread_over_nodes(plan, gpus_per_node=per_node)
+    if placed is None:
+        raise InfeasiblePlanError(
+            f"the configured split does not fit into nodes of {per_node} GPUs: every instance and "
+            "every tensor-parallel group has to be inside one"
+        )
+    return placed
 
 
 def on_plan(launch: Launch, plan: Plan) -> Launch:
@@ -182,6 +222,8 @@ def replanned(launch: Launch, switch: SwitchPlan) -> Launch:
     Raises as `prepare` does.
     """
     plan = switch.report.plan
+    if launch.site is not None:
+        plan = on_nodes(plan, launch.given, launch.site.num_nodes)
     config = planned_config(launch.given, plan)
     changed = msgspec.structs.replace(
         launch,
@@ -206,7 +248,8 @@ def _on_devices(launch: Launch, *, held: Held) -> Launch:
     if beyond:
         raise ConfigProblemsError(beyond, subject="the plan")
     plan, root = launch.plan, launch.directory.root
-    num_slots = 1 + max(slot for _, slot in slots_of(plan))
+    own = [slot for node, slot in slots_of(plan) if not node]
+    num_slots = 1 + max(own, default=-1)
     if launch.config.global_resource_planner.runtime_dynamic_reconfiguration_enabled:
         # What the plan does not use is spare, for another plan.
         num_slots = max(num_slots, num_slots_here(launch.device, launch.environ))

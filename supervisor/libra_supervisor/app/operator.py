@@ -16,7 +16,15 @@ from libra.scheduling.explanation import InstanceView
 from libra.scheduling.load import EngineLoad
 from libra.scheduling.request import RouteRequest
 from libra.scheduling.scheduler import Scheduler
-from libra.wire.api import ChildStatus, EngineStatus, StatusSnapshot, Verb, VerbReply, VerbRequest
+from libra.wire.api import (
+    ChildStatus,
+    EngineStatus,
+    NodeStatus,
+    StatusSnapshot,
+    Verb,
+    VerbReply,
+    VerbRequest,
+)
 from libra_supervisor.app.replan_desk import ReplanDesk
 from libra_supervisor.app.routing import OWN_CATEGORY
 from libra_supervisor.display.progress import Progress, eta_s
@@ -73,6 +81,12 @@ class Operator:
         self._control = control
         self._inbox = inbox
         self.registry = CollectorRegistry()
+        self.engines_of_node: Callable[[int], tuple[InstanceId, ...]] = _none_there
+        """Engines by node, of a run over several."""
+
+        self.nodes: Callable[[], tuple[NodeStatus, ...]] = tuple
+        """The machines of the run; none are named when there is one."""
+
         self._children = children
         self._scheduler = scheduler
 
@@ -104,6 +118,7 @@ class Operator:
             last_decision=self._replans.last_in_words,
             children=(self._trainer(), *self._replicas(), *self._engines()),
             oldest_wait=self._oldest_wait(),
+            nodes=self.nodes(),
         )
 
     async def do(self, verb: Verb, request: VerbRequest) -> VerbReply:
@@ -111,6 +126,8 @@ class Operator:
             case "stop":
                 await self._inbox.post(StopRequested("the control API", now=request.now))
                 return VerbReply(ok=True, message="stopping")
+            case "drain" | "undrain" if request.node is not None:
+                return await self._on_node(verb, request.node)
             case "drain" | "undrain" | "restart":
                 return await self._on_engine(verb, request.target)
             case "reload":
@@ -155,6 +172,19 @@ class Operator:
                 trained_s=control.book.trained_s,
             ),
         )
+
+    async def _on_node(self, verb: Verb, node: int) -> VerbReply:
+        """Every engine there, so that its machine serves nothing: nothing else of it changes."""
+        there = self.engines_of_node(node)
+        if not there:
+            return VerbReply(ok=False, message=f"no engine is on node {node}")
+        replies = [await self._on_engine(verb, instance_id) for instance_id in there]
+        refused = [reply for reply in replies if not reply.ok]
+        if len(refused) == len(replies):
+            return refused[0]
+        words = ", ".join(there)
+        left_out = "".join(f"; {reply.message}" for reply in refused)
+        return VerbReply(ok=True, message=f"{verb} of {words} on node {node} begun{left_out}")
 
     async def _on_engine(self, verb: Verb, target: str) -> VerbReply:
         if target not in self._engine_ids():
@@ -331,3 +361,7 @@ def _loading(control: Control) -> str:
     if control.publication.is_being_checked:
         return "the files are being checked"
     return ", ".join(control.publication.waiting_for) or "the trainer's verdict"
+
+
+def _none_there(_node: int) -> tuple[InstanceId, ...]:
+    return ()

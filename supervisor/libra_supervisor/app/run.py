@@ -2,6 +2,7 @@
 
 import signal
 import traceback
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -10,10 +11,10 @@ from typing import Final, NamedTuple
 import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
-from msgspec.structs import asdict
+from msgspec.structs import asdict, astuple
 
 from libra import clock
-from libra.ids import ChildId, RunId
+from libra.ids import ChildId, InstanceId, RunId
 from libra.planner.plan import plan_in_words
 from libra.planner.probe import SwitchPlan
 from libra.planner.replan import Replanner
@@ -26,6 +27,7 @@ from libra_supervisor.api.access import read_or_make_token
 from libra_supervisor.api.server import api_server
 from libra_supervisor.app.adoption import adoptee_of, take_over
 from libra_supervisor.app.builder import Builder
+from libra_supervisor.app.cluster import Cluster
 from libra_supervisor.app.collector import RunCollector, Sources, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Fleet
@@ -188,7 +190,40 @@ class Run:
         spawner = LinuxSpawner(
             run_id=self._run_id, logs=logs, kernel=kernel, cgroups=delegated_root()
         )
-        builder = self._builder(spawner)
+        async with AsyncExitStack() as stack:
+            cluster = self._cluster()
+            if cluster is not None:
+                await stack.enter_async_context(cluster.running())
+            try:
+                builder = self._builder(spawner, cluster)
+                outcome = await self._supervise(logs, kernel, builder, cluster)
+            except BaseException as error:
+                if cluster is not None:
+                    with anyio.CancelScope(shield=True):  # bounded by itself
+                        await cluster.dismiss(*astuple(outcome_of(error)))
+                raise
+            # With another plan the run begins anew, under a new term and with the same nodes.
+            if cluster is not None and self.next_plan is None:
+                await cluster.dismiss(outcome.exit_code, outcome.reason)
+        return outcome
+
+    def _cluster(self) -> Cluster | None:
+        """The other nodes; None when there are none."""
+        launch = self._launch
+        if launch.site is None:
+            return None
+        return Cluster(
+            launch.directory,
+            launch.loaded.config,
+            self._run_id,
+            site=launch.site,
+            token=launch.node_token,
+            post=self.inbox.post,
+        )
+
+    async def _supervise(
+        self, logs: LogRelay, kernel: Kernel, builder: Builder, cluster: Cluster | None
+    ) -> Outcome:
         fleet, gang = builder.fleet(self._served_directory), builder.gang()
         children = Children(fleet, gang, builder.replicas())
         adopt = await self._take_over(fleet, logs, kernel)
@@ -196,6 +231,9 @@ class Run:
         self._probe_judge = ProbeJudge(self._launch, learn=forecaster.learn)
         self._replans = replans = self._replan_desk(forecaster)
         operator = self._operator(children, forecaster, replans)
+        if cluster is not None:
+            operator.nodes = cluster.status
+            operator.engines_of_node = self._engines_of_node
         notifier = Notifier.from_environment(self._launch.environ)
         try:
             async with (
@@ -227,6 +265,10 @@ class Run:
             with anyio.CancelScope(shield=True):  # bounded by the trackers themselves
                 await anyio.to_thread.run_sync(self._trackers.close)
         return self._outcome or Outcome(INTERRUPTED, "interrupted")
+
+    def _engines_of_node(self, node: int) -> tuple[InstanceId, ...]:
+        instances = self._launch.plan.instances
+        return tuple(it.instance_id for it in instances if it.node == node)
 
     def _start_rim(self, tasks: TaskGroup, notifier: Notifier, operator: Operator) -> None:
         """Start what tells others about the run and decides nothing."""
@@ -341,7 +383,7 @@ class Run:
     def _end(self, exit_code: int, reason: str) -> None:
         self._outcome = Outcome(exit_code, reason)
 
-    def _builder(self, spawner: Spawner) -> Builder:
+    def _builder(self, spawner: Spawner, cluster: Cluster | None) -> Builder:
         given = self._config.api.api_token_file
         token_file = Path(given) if given else self._launch.directory.token
         return Builder(
@@ -351,6 +393,7 @@ class Run:
             token=read_or_make_token(token_file),
             token_file=token_file,
             spawner=spawner,
+            cluster=cluster,
             scheduler=self._scheduler,
             room=WaitingRoom(self._scheduler, spans=self._spans),
             inbox=self.inbox,

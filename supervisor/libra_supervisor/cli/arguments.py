@@ -34,6 +34,12 @@ def _add_run(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         help="go on from the newest complete checkpoint of --run-dir, or of the newest run",
     )
     run.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="N",
+        help="which of `nodes` this machine is, from 0 (default: Slurm's, or found by address)",
+    )
+    run.add_argument(
         "--dry-run", action="store_true", help="check and plan everything, start nothing"
     )
     _add_log_level(run)
@@ -180,7 +186,14 @@ def _add_control(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     _add_logs(verbs)
     for verb in VERBS_ON_TARGET:
         act = verbs.add_parser(verb, help=f"{verb} one rollout instance")
-        act.add_argument("target", help="the instance's name, e.g. vllm-0")
+        if verb == "restart":
+            act.add_argument("target", help="the instance's name, e.g. vllm-0")
+        else:
+            whose = act.add_mutually_exclusive_group(required=True)
+            whose.add_argument("target", nargs="?", default="", help="its name, e.g. vllm-0")
+            whose.add_argument(
+                "--node", type=int, metavar="N", help="every instance of this node of the run"
+            )
         _add_run_dir(act, "directory of the run (default: the newest in runs/)")
 
 

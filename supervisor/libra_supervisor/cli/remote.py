@@ -29,6 +29,7 @@ def speak(options: Namespace) -> int:
         return _status(directory, options)
     request = VerbRequest(
         target=getattr(options, "target", ""),
+        node=getattr(options, "node", None),
         now=getattr(options, "now", False),
         dry_run=getattr(options, "dry_run", False),
     )

@@ -4,18 +4,19 @@ import gc
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import anyio
 import msgspec
 
-from libra.config.load import current_environ, load_config
+from libra.config.load import LoadedConfig, current_environ, load_config
 from libra.errors import ConfigError, LibraError
 from libra.planner.plan import plan_in_words
 from libra.storage.checkpoints import read_checkpoint_manifest
 from libra.tracing.log import set_up_logging
 from libra.workflows.loading import load_workflow, warning_of
+from libra_supervisor.app.following import Following, follow, node_directory
 from libra_supervisor.app.forking import plant_checkpoint
 from libra_supervisor.app.launch import (
     Launch,
@@ -26,6 +27,9 @@ from libra_supervisor.app.launch import (
 from libra_supervisor.app.prompts import Prompts, open_prompts
 from libra_supervisor.app.run import run_to_end
 from libra_supervisor.display.console import display_on
+from libra_supervisor.doctor.devices import cuda_devices, resolved_device
+from libra_supervisor.nodes.site import Site, site_of
+from libra_supervisor.nodes.token import node_token
 from libra_supervisor.notify import Notifier, start_extended
 from libra_supervisor.records.evaluation import EvaluationRecord
 from libra_supervisor.records.reader import last_evaluation
@@ -81,18 +85,30 @@ def said(record: EvaluationRecord) -> str:
     )
 
 
-def _run(options: Namespace, *, begin: Callable[[Launch, Prompts], None]) -> int:
+def _run(  # noqa: PLR0915 - the steps of a start, in their order
+    options: Namespace, *, begin: Callable[[Launch, Prompts], None]
+) -> int:
     """`begin` prepares the run's directory, which is held, before anything is started."""
     environ = current_environ()
     loaded = load_config(options.config, options.overrides, environ, shipped=shipped_names())
     for warning in loaded.warnings:
         sys.stderr.write(f"warning: {warning}\n")
+    site = site_of(
+        loaded.config.cluster,
+        loaded.environment,
+        node_rank=getattr(options, "node_rank", None),
+    )
+    token = "" if site is None else _shared_token(options, loaded)
+    if site is not None and not site.leads:
+        return _follow(options, loaded, environ, site, token)
     request = RunRequest(
         loaded=loaded,
         config_path=options.config,
         environ=environ,
         run_directory=options.run_dir,
         is_resume=options.resume,
+        site=site,
+        node_token=token,
     )
     directory = choose_directory(request)
     if options.dry_run:
@@ -132,6 +148,49 @@ def _opened(launch: Launch) -> Prompts:
     if warning := warning_of(data.workflow, data.workflow_args, prompts.tokenizer):
         sys.stderr.write(f"warning: {warning}\n")
     return prompts
+
+
+def _shared_token(options: Namespace, loaded: LoadedConfig) -> str:
+    """The secret of the nodes. Raises ConfigError for what several nodes cannot do."""
+    if options.verb != "run":
+        raise ConfigError(f"{options.verb} uses one node; leave out nodes, or run it without srun")
+    if options.run_dir is None:
+        raise ConfigError(
+            "a run over several nodes needs --run-dir, the same for all of them and on a file "
+            "system that they share"
+        )
+    return node_token(loaded.config.cluster.node_token_file, loaded.environment)
+
+
+def _follow(
+    options: Namespace,
+    loaded: LoadedConfig,
+    environ: Mapping[str, str],
+    site: Site,
+    token: str,
+) -> int:
+    """Be one of the nodes that do not lead."""
+    directory = RunDirectory(options.run_dir.resolve())
+    own = node_directory(directory, site.rank)
+    own.create()
+    device = resolved_device(loaded.config.control.device, environ)
+    following = Following(
+        site=site,
+        config=loaded.config,
+        environ=environ,
+        directory=directory,
+        token=token,
+        devices=cuda_devices(environ) if device == "cuda" else (),
+    )
+    with held(own), display_on(sys.stderr) as display:
+        event_log = set_up_logging(own.control_log, show=display.log, level=options.log_level)
+        try:
+            outcome = anyio.run(follow, following, backend_options={"use_uvloop": True})
+        finally:
+            event_log.close()
+    if outcome.exit_code:
+        sys.stderr.write(f"libra-supervisor {options.verb}: {outcome.reason}\n")
+    return outcome.exit_code
 
 
 @contextmanager

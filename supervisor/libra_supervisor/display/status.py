@@ -1,6 +1,6 @@
 """What `libra-supervisor status` prints. Pure."""
 
-from libra.wire.api import ChildStatus, EngineStatus, StatusSnapshot
+from libra.wire.api import ChildStatus, EngineStatus, NodeStatus, StatusSnapshot
 from libra_supervisor.display.progress import duration
 
 HEADER = (
@@ -32,10 +32,17 @@ def status_text(status: StatusSnapshot) -> str:
         f"plan: {status.plan}",
         *([f"newest look at it: {status.last_decision}"] if status.last_decision else []),
         *([status.oldest_wait] if status.oldest_wait else []),
+        *map(_node_line, status.nodes),
         "",
         *_table([HEADER, *(row for child in status.children for row in _rows(child))]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _node_line(node: NodeStatus) -> str:
+    since = "" if node.since_s is None else f" for {duration(node.since_s)}"
+    why = f": {node.detail}" if node.detail else ""
+    return f"node {node.node} ({node.host}): {node.state}{since}{why}"
 
 
 def _rows(child: ChildStatus) -> list[tuple[str, ...]]:

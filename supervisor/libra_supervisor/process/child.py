@@ -25,7 +25,12 @@ class ExitStatus(msgspec.Struct, frozen=True):
     is_out_of_memory: bool = False
     """Killed by SIGKILL while the machine's count of out-of-memory kills rose."""
 
+    why: str = ""
+    """What ended it, where that is not its own status: its node was lost."""
+
     def __str__(self) -> str:
+        if self.why:
+            return self.why
         if self.signal is not None:
             why = " (the kernel's out-of-memory killer ran)" if self.is_out_of_memory else ""
             return f"killed by {_signal_name(self.signal)}{why}"

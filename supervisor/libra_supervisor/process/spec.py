@@ -19,6 +19,8 @@ _OURS_ALONE: Final = frozenset(
         "LISTEN_FDS",
         "LISTEN_FDNAMES",
         "LISTEN_PID",
+        # The secret of the nodes; what a child runs is the user's code.
+        "LIBRA_NODE_TOKEN",
         # stderr of a child is our pipe, not the journal.
         "JOURNAL_STREAM",
         "INVOCATION_ID",

@@ -43,7 +43,7 @@ from libra_supervisor.process.spec import ProcessSpec
 from libra_supervisor.process.supervise import Supervision
 from libra_supervisor.process.tree import StopDeadlines
 from libra_supervisor.ranks.failure import explained
-from libra_supervisor.ranks.link import RankLink, accept_ranks, rank_socket
+from libra_supervisor.ranks.link import Link, accept_ranks, rank_socket
 from libra_supervisor.ranks.roster import Roster
 from libra_supervisor.ranks.torchrun import (
     Attempt,
@@ -140,6 +140,13 @@ class Gang:
         """The ranks of this attempt that said Hello, and their places in the parallel grid."""
         return self._hooks.roster.members
 
+    async def welcome(self, hello: Hello, link: Link) -> None:
+        """Take in a rank that linked on another node, and hear it until its end.
+
+        Raises PeerError to turn it away.
+        """
+        await self._hooks.welcome(hello, link)
+
     async def send(self, rank: Rank, command: RankCommand) -> None:
         """Send to one rank; waits while it does not read. Raises PeerError when it is gone."""
         await self.send_each({rank: command})
@@ -225,7 +232,7 @@ class _GangHooks(ChildHooks):
         """The next attempt starts there."""
         self._site, self._hindrance = site, hindrance
 
-    async def welcome(self, hello: Hello, link: RankLink) -> None:
+    async def welcome(self, hello: Hello, link: Link) -> None:
         await self.roster.welcome(hello, link)
 
     async def hindrance(self) -> str | None:

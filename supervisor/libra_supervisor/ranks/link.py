@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import anyio
 import msgspec
@@ -29,6 +29,25 @@ _RECEIVE_BYTES: Final = 256 * 1024
 _SEND_BYTES: Final = 1 << 20
 _HELLO_WAIT_S: Final = 30.0
 _NUM_PIPES: Final = 2
+
+
+class Link(Protocol):
+    """A rank's control socket, here or on another node; `RankLink` is one here."""
+
+    async def send(self, frame: bytes) -> None:
+        """Send a whole frame; waits while it cannot go. Raises PeerError when the rank is gone."""
+
+    async def receive(self) -> RankEvent | None:
+        """The next event; None at a clean end. Raises PeerError when the end is not clean."""
+
+    @property
+    def peer(self) -> ProcessIdentity | None:
+        """Who is at the other end; None when it is no process of this machine."""
+
+    def take_output(self) -> tuple[int, int] | None:
+        """The read ends of the rank's stdout and stderr, once; None when there are none here."""
+
+    def close(self) -> None: ...
 
 
 class RankLink:

@@ -9,7 +9,7 @@ from libra.errors import PeerError
 from libra.ids import Rank
 from libra.wire.rank import Hello, ModelReady, RankCommand, RankEvent, RankFailed
 from libra_supervisor.process.identity import ProcessIdentity
-from libra_supervisor.ranks.link import RankLink, frame_of
+from libra_supervisor.ranks.link import Link, frame_of
 from libra_supervisor.ranks.watch import RankWatch
 
 Hear = Callable[[Rank, RankEvent], Awaitable[None]]
@@ -28,7 +28,7 @@ class Roster:
 
         self._world_size = world_size
         self._hear = hear
-        self._links: dict[Rank, RankLink] = {}
+        self._links: dict[Rank, Link] = {}
         self._ready: dict[Rank, ModelReady] = {}
         self._all_ready = anyio.Event()
         self._joined = anyio.Event()
@@ -37,7 +37,7 @@ class Roster:
         self._was_sent = anyio.Event()
         self._watch = RankWatch(timeout_s=heartbeat_timeout_s)
 
-    async def welcome(self, hello: Hello, link: RankLink) -> None:
+    async def welcome(self, hello: Hello, link: Link) -> None:
         """Take the rank in and hear it until its end. Raises PeerError to turn it away."""
         rank = Rank(hello.rank)
         is_expected = hello.attempt == self.attempt and hello.world_size == self._world_size
@@ -63,7 +63,7 @@ class Roster:
         self._was_sent.set()
         failures: list[PeerError] = []
 
-        async def send(rank: Rank, link: RankLink) -> None:
+        async def send(rank: Rank, link: Link) -> None:
             try:
                 await link.send(frames[rank])
             except PeerError as error:

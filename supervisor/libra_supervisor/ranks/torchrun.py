@@ -13,14 +13,38 @@ from typing import Final, Literal
 
 import msgspec
 
-from libra.ids import ChildId, Incarnation, RunId
+from libra.ids import ChildId, Incarnation, NodeRank, RunId
 from libra.planner.plan import TrainPlacement
 from libra_supervisor.process.spec import Limits, ProcessSpec
 from libra_supervisor.run_directory import RunDirectory
 
 TRAINER_ID: Final = ChildId("trainer")
 ERROR_FILES: Final = "torchrun"
+_NO_PORT: Final = "--master-port=0"
 MAX_THREADS_BESIDE_GPU: Final = 8
+
+
+class AgentSite(msgspec.Struct, frozen=True, kw_only=True):
+    """One node's part of a gang that lies on several."""
+
+    node: NodeRank
+    host: str
+    """Under which the others reach it."""
+
+    num_ranks: int
+    """Ranks of the gang are counted through the agents in their order."""
+
+    env: dict[str, str]
+    """What its ranks have beyond the gang's: on another node over that node's own."""
+
+    visible_devices: tuple[str, ...] = ()
+    """As of the gang, by local rank."""
+
+
+class GangSpec(ProcessSpec, frozen=True, kw_only=True):
+    """One attempt on several nodes; what is said besides `parts` is the first one's."""
+
+    parts: tuple[tuple[NodeRank, ProcessSpec], ...]
 
 
 class GangSite(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +65,9 @@ class GangSite(msgspec.Struct, frozen=True, kw_only=True):
 
     visible_devices: tuple[str, ...] = ()
     """For CUDA_VISIBLE_DEVICES, one per slot of the placement; empty leaves the variable alone."""
+
+    agents: tuple[AgentSite, ...] = ()
+    """Where the ranks lie when not all are here; empty: one agent, on this node."""
 
     launcher: tuple[str, ...] = (sys.executable, "-m", "torch.distributed.run")
     program: tuple[str, ...] = ("-m", "libra.trainer")
@@ -70,14 +97,40 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def attempt_spec(site: GangSite, attempt: Attempt) -> ProcessSpec:
-    """The process that runs the ranks of one attempt."""
+    """The process that runs the ranks of one attempt; a GangSpec when there are several."""
+    if not site.agents:
+        return _spec(site, attempt, _alone(site, attempt), site.child_id)
+    parts = tuple(
+        (agent.node, _part(site, attempt, number)) for number, agent in enumerate(site.agents)
+    )
+    return GangSpec(**msgspec.structs.asdict(parts[0][1]), parts=parts)
+
+
+def with_port(spec: ProcessSpec, port: int) -> ProcessSpec:
+    """One part of an attempt, told the port on which its first agent holds the ranks' store."""
+    argv = tuple(f"--master-port={port}" if word == _NO_PORT else word for word in spec.argv)
+    return msgspec.structs.replace(spec, argv=argv)
+
+
+def _part(site: GangSite, attempt: Attempt, number: int) -> ProcessSpec:
+    agent = site.agents[number]
+    own = msgspec.structs.replace(
+        site, env={**site.env, **agent.env}, visible_devices=agent.visible_devices, rank_cores=()
+    )
+    child_id = site.child_id if agent.node == 0 else ChildId(f"{site.child_id}-{agent.node}")
+    return _spec(own, attempt, _among_others(site, attempt, number), child_id)
+
+
+def _spec(
+    site: GangSite, attempt: Attempt, torchrun: tuple[str, ...], child_id: ChildId
+) -> ProcessSpec:
     directory = site.directory
     restore = () if attempt.restore is None else ("--restore", str(attempt.restore))
     return ProcessSpec(
-        child_id=site.child_id,
+        child_id=child_id,
         run_id=site.run_id,
         argv=(
-            *_torchrun(site, attempt),
+            *torchrun,
             *site.program,
             "--config",
             str(directory.resolved_config_json),
@@ -88,7 +141,7 @@ def attempt_spec(site: GangSite, attempt: Attempt) -> ProcessSpec:
         ),
         env=_environment(site, attempt),
         cwd=str(directory.root),
-        log_path=str(directory.log_of(site.child_id)),
+        log_path=str(directory.log_of(child_id)),
         limits=Limits(cpu_cores=site.cpu_cores),
         # Nobody adopts a torchrun: without its supervisor it must not go on.
         is_bound_to_supervisor=True,
@@ -100,7 +153,29 @@ def error_directory(directory: RunDirectory, incarnation: Incarnation) -> Path:
     return directory.logs / ERROR_FILES / incarnation
 
 
-def _torchrun(site: GangSite, attempt: Attempt) -> tuple[str, ...]:
+def _among_others(site: GangSite, attempt: Attempt, number: int) -> tuple[str, ...]:
+    """An agent that meets the others at the first one's host.
+
+    The static rendezvous gives each agent the ranks of its place; the other kinds number agents as
+    they come.
+    """
+    agent = site.agents[number]
+    return (
+        *site.launcher,
+        f"--nnodes={len(site.agents)}",
+        f"--node-rank={number}",
+        f"--nproc-per-node={agent.num_ranks}",
+        "--max-restarts=0",
+        "--rdzv-backend=static",
+        f"--master-addr={site.agents[0].host}",
+        _NO_PORT,
+        f"--rdzv-id={site.run_id}-{attempt.incarnation}",
+        f"--local-addr={agent.host}",
+        f"--log-dir={error_directory(site.directory, attempt.incarnation)}",
+    )
+
+
+def _alone(site: GangSite, attempt: Attempt) -> tuple[str, ...]:
     return (
         *site.launcher,
         "--nnodes=1",
@@ -133,9 +208,10 @@ def _environment(site: GangSite, attempt: Attempt) -> dict[str, str]:
             # Megatron's fused functions go through torch.compile, which gains nothing here.
             "TORCHDYNAMO_DISABLE": "1",
             "CUDA_VISIBLE_DEVICES": "",
-            # Without it gloo resolves the host's name, which may not be reachable.
-            "GLOO_SOCKET_IFNAME": "lo",
         }
+        if not site.agents:
+            # Without it gloo resolves the host's name, which may not be reachable.
+            env["GLOO_SOCKET_IFNAME"] = "lo"
         return env
     # Host memory for a checkpoint is new each time: huge pages are there ten times sooner.
     env["THP_MEM_ALLOC_ENABLE"] = "1"

@@ -12,16 +12,24 @@ import sys
 import time
 
 parser = argparse.ArgumentParser()
-for name in ("nnodes", "max-restarts", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "local-addr"):
+for name in ("max-restarts", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "local-addr"):
     parser.add_argument(f"--{name}")
+for name in ("master-addr", "master-port"):
+    parser.add_argument(f"--{name}", default="")
+parser.add_argument("--nnodes", type=int)
+parser.add_argument("--node-rank", type=int, default=0)
 parser.add_argument("--nproc-per-node", type=int)
 parser.add_argument("--log-dir")
 parser.add_argument("program", nargs=argparse.REMAINDER)
 options = parser.parse_args()
 
 
-def start(rank):
-    env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(options.nproc_per_node)}
+def start(local_rank):
+    # Every agent has as many ranks as the others.
+    rank = options.node_rank * options.nproc_per_node + local_rank
+    world = options.nnodes * options.nproc_per_node
+    env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world)}
+    env |= {"MASTER_ADDR": options.master_addr, "MASTER_PORT": options.master_port}
     argv = [sys.executable, *options.program]
     return subprocess.Popen(argv, env=env, start_new_session=True)
 
@@ -51,8 +59,10 @@ while any(rank.poll() is None for rank in ranks):
     if failed:
         k, rank = failed[0]
         end(ranks, signal.SIGTERM)
+        first = options.node_rank * options.nproc_per_node
         sys.stderr.write(
-            f"Root Cause (first observed failure):\n[0]:\n  rank      : {k} (local_rank: {k})\n"
+            "Root Cause (first observed failure):\n[0]:\n"
+            f"  rank      : {first + k} (local_rank: {k})\n"
             f"  exitcode  : {rank.returncode} (pid: {rank.pid})\n"
         )
         sys.exit(1)

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
+from msgspec import structs
 
 from hybrid_run import (
     HybridRun,
@@ -30,6 +31,9 @@ TOLERANCE = 5e-5
 ROUGH = 2e-2
 """Of bfloat16, whose last bit is 4e-3."""
 
+STEP_OF_MEMBERS = 5
+"""In it a core of one rank has nothing to learn from: all its samples have no advantage."""
+
 KINDS_USED = ("qwen2", "qwen2_tied", "qwen3_moe")
 METRICS = {"loss", "grad_norm", "entropy", "kl_mismatch", "ratio_mean", "num_tokens"}
 NUM_STEPS = 8
@@ -45,6 +49,8 @@ def models(tmp_path_factory):
 
 def batch_of(step, *, num_mini_batches=1, num_samples=12):
     samples = make_samples(step, num_samples, VOCAB_SIZE)
+    if step == STEP_OF_MEMBERS:
+        samples[::2] = [structs.replace(it, advantage=0.0) for it in samples[::2]]
     return [samples[index::num_mini_batches] for index in range(num_mini_batches)]
 
 

@@ -1,0 +1,80 @@
+"""Several nodes: who takes part, how they find and trust each other, and when one counts as lost.
+
+With Slurm (`srun`, one task per node) the members come from its variables and `nodes` stays empty.
+"""
+
+import re
+from typing import Final
+
+from libra.config.base import Config, NonNegativeFloat, PathText, Port, Seconds
+
+_HOST: Final = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%[\w.-]+)?")
+_NUM_PORT_DIGITS: Final = 5
+
+
+class NodeAddress(Config, frozen=True, kw_only=True):
+    """One machine of the run. `host`, `host:port` and `[IPv6]:port` are short for it."""
+
+    host: str
+    """Name or address under which the other nodes reach it."""
+
+    port: Port = 0
+    """Where the first node listens for the others; 0 takes node_port. Others do not listen."""
+
+    @property
+    def is_plausible(self) -> bool:
+        """Whether the host can be a name or an address at all."""
+        return _HOST.fullmatch(self.host) is not None
+
+
+def split_address(text: str) -> dict[str, str | int]:
+    """`host`, `host:port`, `[IPv6]:port` or a bare IPv6 address to the fields of a NodeAddress.
+
+    Text that is none of these comes back whole as the host, which a rule then refuses.
+    """
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        if bracket and not rest:
+            return {"host": host}
+        port = rest.removeprefix(":")
+    elif text.count(":") == 1:
+        host, _, port = text.partition(":")
+    else:
+        return {"host": text}
+    if not host or not (port.isascii() and port.isdigit()) or len(port) > _NUM_PORT_DIGITS:
+        return {"host": text}
+    return {"host": host, "port": int(port)}
+
+
+class NodesConfig(Config, frozen=True, kw_only=True):
+    """Flat keys of a run over several nodes."""
+
+    nodes: list[NodeAddress] = []
+    """The machines, in order of their rank; the first leads. Empty: Slurm's, else this one
+    alone."""
+
+    node_port: Port = 0
+    """Port on which the leader listens for the other nodes; 0 takes 7420, and under Slurm
+    20000 + job id modulo 10000, so that two jobs on one machine do not meet."""
+
+    node_lease_s: Seconds = 15.0
+    """How long a node goes on without hearing from the leader, in seconds of its own clock. The
+    leader takes it for lost only after that."""
+
+    node_orphan_grace_s: NonNegativeFloat = 120.0
+    """How much longer its servers wait for a leader that is started again, in seconds; its ranks
+    do not wait."""
+
+    node_token_file: PathText = ""
+    """File with the secret that the nodes share, readable by its owner alone. Empty: the
+    credential `node-token` of systemd, else the environment variable LIBRA_NODE_TOKEN."""
+
+    node_tls_cert: PathText = ""
+    """Certificate chain (PEM) that the leader shows; empty leaves the link unencrypted."""
+
+    node_tls_key: PathText = ""
+    """Private key (PEM) of node_tls_cert."""
+
+    node_tls_ca: PathText = ""
+    """Certificates (PEM) that a node accepts as the signer of the leader's; empty takes the
+    machine's own."""

@@ -1,0 +1,277 @@
+"""The leader's cluster: the link to every follower, and what the parts of a run use of it.
+
+cluster = Cluster(launch, run_id, site=..., token=..., post=...)
+async with cluster.running():
+    ...
+    await cluster.dismiss(exit_code, reason)
+
+The loop knows nothing of it: a child on another node is a child, and a node that is lost is the end
+of its children.
+"""
+
+import os
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from itertools import groupby
+from random import Random
+from typing import Final, assert_never
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from libra import clock
+from libra.config.run import RunConfig
+from libra.errors import LibraError, PeerError, SiteError
+from libra.ids import NodeRank, RunId
+from libra.planner.plan import TrainPlacement
+from libra.tracing.log import get_log
+from libra.version import __version__
+from libra.wire.api import NodeStatus
+from libra.wire.node import Leave, RankLinked, StopAsked
+from libra_supervisor.app.following import GLOO_VARIABLE, config_digest
+from libra_supervisor.events import StopRequested
+from libra_supervisor.instances.port_lease import lease_port
+from libra_supervisor.nodes.interface import interface_of
+from libra_supervisor.nodes.leader import ClusterEvent, LeaderEnd, NodeSaid
+from libra_supervisor.nodes.lease import LeaseTerms
+from libra_supervisor.nodes.members import (
+    Charter,
+    NodeJoined,
+    NodeLost,
+    NodeRecovered,
+    NodeSuspected,
+)
+from libra_supervisor.nodes.remote import RelayedLink, RemoteNode, RemoteSpawner, remote_port
+from libra_supervisor.nodes.site import LEADER, Site
+from libra_supervisor.nodes.term import read_term, take_term
+from libra_supervisor.nodes.transport import leader_tls, node_listener
+from libra_supervisor.process.spawn import Spawner
+from libra_supervisor.ranks.agents import AgentsSpawner, HeldPort
+from libra_supervisor.ranks.gang import Gang
+from libra_supervisor.ranks.torchrun import AgentSite
+from libra_supervisor.run_directory import RunDirectory
+
+_DISMISS_S: Final = 5.0
+_POLL_S: Final = 0.1
+
+_log = get_log()
+
+
+class Cluster:
+    """Node 0's view of all nodes. Made inside the event loop; takes the next term."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        config: RunConfig,
+        run_id: RunId,
+        *,
+        site: Site,
+        token: str,
+        post: Callable[[StopRequested], Awaitable[None]],
+    ) -> None:
+        """`config` is what the nodes were started with, before a plan was written into it."""
+        self.site = site
+        self._directory = directory
+        self._cluster = config.cluster
+        self._token = token
+        self._post = post
+        self._leader = secrets.token_hex(8)
+        self._term = take_term(directory.root, self._leader)
+        lease = LeaseTerms(
+            lease_s=self._cluster.node_lease_s, orphan_grace_s=self._cluster.node_orphan_grace_s
+        )
+        self._lease = lease
+        charter = Charter(
+            run_id=run_id,
+            run_directory=str(directory.root),
+            term=self._term,
+            leader=self._leader,
+            version=__version__,
+            config_digest=config_digest(config),
+            num_nodes=site.num_nodes,
+            lease=lease,
+        )
+        self._end = LeaderEnd(charter, post=self._on_event, rng=Random(secrets.randbits(64)))  # noqa: S311 - names
+        self.nodes: Mapping[NodeRank, RemoteNode] = {
+            NodeRank(rank): RemoteNode(NodeRank(rank), self._end)
+            for rank in range(1, site.num_nodes)
+        }
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._gang: Gang | None = None
+        self._is_replaced = False
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Listen and lead while the block runs.
+
+        Raises SiteError, from the block too, when the port is in use or another leader took over.
+        """
+        tls = leader_tls(self._cluster.node_tls_cert, self._cluster.node_tls_key)
+        host, port = self.site.own_host, self.site.port
+        async with (
+            node_listener(
+                self._end.serve, host=host, port=port, token=self._token, tls=tls
+            ) as bound,
+            anyio.create_task_group() as tasks,
+        ):
+            _log.info("leads", term=self._term, host=host, port=bound)
+            self._tasks = tasks
+            for node in self.nodes.values():
+                node.on_rank = self._on_rank
+                node.on_stop = self._on_stop
+            tasks.start_soon(self._end.run)
+            tasks.start_soon(self._watch_term)
+            try:
+                yield
+            finally:
+                tasks.cancel_scope.cancel()
+
+    def spawner_for(self, node: NodeRank, own: Spawner) -> Spawner:
+        """What starts children on `node`."""
+        return own if node == LEADER else RemoteSpawner(self.nodes[node])
+
+    def gang_spawner(self, own: Spawner) -> AgentsSpawner:
+        return AgentsSpawner(lambda node: self.spawner_for(node, own), self._hold_port)
+
+    async def gang_hindrance(self) -> str | None:
+        """Why no attempt may begin: every node has to be there, and nobody may obey another."""
+        for node in self.nodes.values():
+            if (reason := await node.hindrance()) is not None:
+                return reason
+        return None
+
+    def agents(
+        self, placement: TrainPlacement, environ: Mapping[str, str], devices: Sequence[str]
+    ) -> tuple[AgentSite, ...]:
+        """One for each node that has ranks, in the order of the ranks.
+
+        `devices` are this node's CUDA devices by slot, empty on CPU; other nodes look up their own.
+        """
+        ranks = [(placement.node_of_rank(rank), slot) for rank, slot in enumerate(placement.slots)]
+        return tuple(
+            self._agent(node, [slot for _, slot in group], environ, devices)
+            for node, group in groupby(ranks, key=lambda rank: rank[0])
+        )
+
+    def take_in_ranks_for(self, gang: Gang) -> None:
+        """Ranks that link on other nodes belong to it."""
+        self._gang = gang
+
+    async def dismiss(self, exit_code: int, reason: str) -> None:
+        """Have every member leave; waits a moment for the word to get there.
+
+        Who was replaced says nothing: its followers are the other leader's.
+        """
+        if self._is_replaced:
+            return
+        members = [node for node in self.nodes.values() if node.is_member]
+        for node in members:
+            node.say(Leave(exit_code, reason))
+        with anyio.move_on_after(_DISMISS_S):
+            while any(record.session.num_kept for record in self._end.records):
+                await clock.sleep(_POLL_S)
+
+    def status(self) -> tuple[NodeStatus, ...]:
+        """Every node, this one first."""
+        now = clock.now()
+        own = NodeStatus(node=0, host=self.site.own_host, state="leads", since_s=None, detail="")
+        others = (
+            NodeStatus(
+                node=record.node,
+                host=self.site.hosts[record.node],
+                state=record.state.value,
+                since_s=now - record.since,
+                detail=record.why_silent,
+            )
+            for record in self._end.records
+        )
+        return (own, *others)
+
+    # Parts
+
+    def _agent(
+        self, node: NodeRank, slots: list[int], environ: Mapping[str, str], devices: Sequence[str]
+    ) -> AgentSite:
+        host = self.site.hosts[node]
+        env: dict[str, str] = {}
+        if node == LEADER:
+            env = dict(environ)
+            interface = interface_of(host)
+            if GLOO_VARIABLE not in env and interface is not None:
+                env[GLOO_VARIABLE] = interface
+        return AgentSite(
+            node=node,
+            host=host,
+            num_ranks=len(slots),
+            env=env,
+            visible_devices=_visible(node, slots, devices),
+        )
+
+    async def _hold_port(self, node: NodeRank) -> HeldPort:
+        host = self.site.hosts[node]
+        if node == LEADER:
+            return lease_port(host)
+        return await remote_port(self.nodes[node], host, 0)
+
+    async def _on_event(self, event: ClusterEvent) -> None:
+        match event:
+            case NodeSaid(node, said):
+                self.nodes[node].on_said(said)
+            case NodeJoined(node, hello, is_return):
+                _log.info("node_joined", node=node, host=hello.host, is_return=is_return)
+                self.nodes[node].on_joined(())
+            case NodeSuspected(node, reason):
+                _log.warning("node_suspected", node=node, why=reason)
+            case NodeRecovered(node):
+                _log.info("node_recovered", node=node)
+            case NodeLost(node, reason):
+                _log.warning("node_lost", node=node, why=reason)
+                self.nodes[node].on_lost(reason)
+            case _:
+                assert_never(event)
+
+    def _on_rank(self, linked: RankLinked, link: RelayedLink) -> None:
+        if self._tasks is not None:
+            self._tasks.start_soon(self._welcome, linked, link)
+
+    async def _welcome(self, linked: RankLinked, link: RelayedLink) -> None:
+        try:
+            if self._gang is not None:
+                await self._gang.welcome(linked.hello, link)
+        except PeerError as error:
+            _log.info("rank_turned_away", rank=linked.hello.rank, why=str(error))
+        finally:
+            link.close()
+
+    def _on_stop(self, asked: StopAsked) -> None:
+        if self._tasks is not None:
+            self._tasks.start_soon(self._ask_to_stop, asked)
+
+    async def _ask_to_stop(self, asked: StopAsked) -> None:
+        await self._post(StopRequested(asked.reason, now=asked.in_hurry))
+
+    async def _watch_term(self) -> None:
+        """End a leader that was taken for dead and replaced, on another machine, while it slept."""
+        while True:
+            await clock.sleep(self._lease.beat_period_s)
+            try:
+                found = await anyio.to_thread.run_sync(read_term, self._directory.root)
+            except LibraError as error:
+                _log.warning("term_not_read", why=str(error))
+                continue
+            if found is None or (found.term, found.leader) != (self._term, self._leader):
+                self._is_replaced = True
+                newer = "none" if found is None else str(found.term)
+                raise SiteError(
+                    f"another leader (term {newer}) took over {self._directory.root} from this one "
+                    f"(term {self._term}, pid {os.getpid()})"
+                )
+
+
+def _visible(node: NodeRank, slots: list[int], devices: Sequence[str]) -> tuple[str, ...]:
+    if not devices:
+        return ()
+    return tuple(devices[slot] if node == LEADER else str(slot) for slot in slots)

@@ -1,0 +1,296 @@
+"""The program of a follower: one node's processes, run for the leader until the run is over.
+
+It decides nothing. What it may do is said by its lease (`libra_supervisor.nodes.lease`); what it
+does, by the leader's commands (`NodeHands`).
+"""
+
+import hashlib
+import os
+import signal
+import traceback
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from random import Random
+from typing import Final
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import msgspec
+
+from libra import clock
+from libra.config.load import dump_resolved
+from libra.config.nodes import NodesConfig
+from libra.config.run import RunConfig
+from libra.config.supervision import ApiConfig
+from libra.errors import InvariantError, SiteError
+from libra.ids import RunId
+from libra.tracing.log import get_log
+from libra.version import __version__
+from libra.wire.node import PROTOCOL, Hello, StopAsked, Welcome
+from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
+from libra_supervisor.app.node_hands import NodeHands, Tongue
+from libra_supervisor.events import ChildEvent
+from libra_supervisor.journal import read_run_id
+from libra_supervisor.nodes.allegiance import Allegiance
+from libra_supervisor.nodes.connection import Connection
+from libra_supervisor.nodes.follower import FollowerEnd
+from libra_supervisor.nodes.interface import interface_of
+from libra_supervisor.nodes.lease import LeaseTerms, Standing
+from libra_supervisor.nodes.session import KeepLimits
+from libra_supervisor.nodes.site import Site
+from libra_supervisor.nodes.term import obey_term, read_term
+from libra_supervisor.nodes.transport import dialled, follower_tls
+from libra_supervisor.notify import Notifier
+from libra_supervisor.process.cgroup import delegated_root
+from libra_supervisor.process.identity import identity_of
+from libra_supervisor.process.kernel import Linux
+from libra_supervisor.process.logs import LogPolicy, open_log_relay
+from libra_supervisor.process.spawn import LinuxSpawner, become_subreaper
+from libra_supervisor.process.sweep import end_run
+from libra_supervisor.process.tree import StopDeadlines
+from libra_supervisor.ranks.link import accept_ranks, rank_socket
+from libra_supervisor.run_directory import RunDirectory
+
+GLOO_VARIABLE: Final = "GLOO_SOCKET_IFNAME"
+_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_LOOK_PERIOD_S: Final = 0.5
+_PATIENT_STOPS: Final = 2
+"""The leader is asked for an orderly end, then for a quick one; a third signal waits for nobody."""
+
+_log = get_log()
+
+
+class Following(msgspec.Struct, frozen=True, kw_only=True):
+    """What a follower is started with."""
+
+    site: Site
+    config: RunConfig
+    environ: Mapping[str, str]
+    directory: RunDirectory
+    """Of the run, on the file system that the nodes share."""
+
+    token: str
+    devices: tuple[str, ...]
+    """By slot; empty on CPU."""
+
+
+def config_digest(config: RunConfig) -> str:
+    """Names the configuration that all nodes of a run share.
+
+    Where a node finds its secrets, and where it listens for people, is its own affair.
+    """
+    shared = msgspec.structs.replace(
+        config,
+        api=ApiConfig(),
+        cluster=msgspec.structs.replace(
+            config.cluster,
+            **{
+                name: getattr(NodesConfig(), name)
+                for name in ("node_token_file", "node_tls_key", "node_tls_ca", "node_tls_cert")
+            },
+        ),
+    )
+    return hashlib.sha256(dump_resolved(shared)).hexdigest()[:16]
+
+
+def node_directory(directory: RunDirectory, node: int) -> RunDirectory:
+    """What belongs to one node alone: its lock, its term, its ranks' socket, its log relay."""
+    return RunDirectory(directory.root / "nodes" / str(node))
+
+
+async def follow(following: Following) -> Outcome:
+    """Serve the leader until the run is over; the caller holds the node's directory.
+
+    Whatever the outcome, nothing that was started here is left running.
+    """
+    become_subreaper()
+    try:
+        run_id = await _told_run_id(following)
+        outcome = await _Follower(following, run_id).to_end()
+    except BaseException as error:  # noqa: BLE001 - the top of the program
+        outcome = outcome_of(error)
+        if outcome.exit_code == BUG:
+            _log.error("bug", traceback="".join(traceback.format_exception(error)))
+    say = _log.info if outcome.exit_code == 0 else _log.error
+    say("node_ended", exit_code=outcome.exit_code, why=outcome.reason)
+    return outcome
+
+
+async def _told_run_id(following: Following) -> RunId:
+    """Wait until the leader has written down which run the directory holds.
+
+    That it can be read here shows that the nodes share the directory.
+    """
+    path = following.directory.run_id
+    with anyio.move_on_after(following.config.supervision.start_timeout_s):
+        while True:
+            run_id = await anyio.to_thread.run_sync(read_run_id, path)
+            if run_id is not None:
+                return run_id
+            await clock.sleep(_LOOK_PERIOD_S)
+    raise SiteError(
+        f"no leader has begun a run in {following.directory.root}; is the first node started with "
+        "this --run-dir, and is it on a file system that the nodes share?"
+    )
+
+
+class _Follower:
+    """Every part of one follower, joined."""
+
+    def __init__(self, following: Following, run_id: RunId) -> None:
+        self._following = following
+        self._run_id = run_id
+        self._own = node_directory(following.directory, following.site.rank)
+        # A leader that never got to its run took the whole directory away, and made it anew.
+        self._own.create()
+        self._supervision = following.config.supervision
+        self._num_signals = 0
+        self._outcome: Outcome | None = None
+        self._scope = anyio.CancelScope()
+        self._notifier = Notifier.from_environment(following.environ)
+
+    async def to_end(self) -> Outcome:
+        kernel = Linux()
+        # What an earlier process of this node left behind: nobody could end it later.
+        for row in await end_run(self._run_id, kernel):
+            _log.warning("leftover_does_not_end", pid=row.pid, name=row.name)
+        async with open_log_relay(
+            self._own.root,
+            run_id=self._run_id,
+            env=dict(self._following.environ),
+            post=self._note_log,
+            policy=LogPolicy(
+                max_bytes=self._supervision.log_max_bytes, num_kept=self._supervision.log_keep
+            ),
+        ) as logs:
+            spawner = LinuxSpawner(
+                run_id=self._run_id, logs=logs, kernel=kernel, cgroups=delegated_root()
+            )
+            with self._scope:
+                await self._serve(spawner)
+        return self._outcome or Outcome(INTERRUPTED, "interrupted")
+
+    async def _serve(self, spawner: LinuxSpawner) -> None:
+        async with anyio.create_task_group() as tasks:
+            hands = self._hands(spawner, tasks)
+            side = self._allegiance()
+            end = FollowerEnd(side, hands, dial=self._dial, rng=self._rng())
+            hands.speak_through(Tongue(end.say, end.say_when_room))
+            with rank_socket(self._own.root) as (path, listener):
+                hands.control_socket = path
+                tasks.start_soon(
+                    lambda: accept_ranks(listener, run_id=self._run_id, welcome=hands.welcome)
+                )
+                tasks.start_soon(self._hear_signals, end, side)
+                tasks.start_soon(self._notifier.keep_alive)
+                tasks.start_soon(self._give_up, side)
+                try:
+                    await end.run()
+                finally:
+                    with anyio.CancelScope(shield=True):  # bounded by the deadlines of each child
+                        self._notifier.stopping("ending children")
+                        await hands.let_go("this node leaves")
+                        await hands.end_servers("this node leaves")
+
+    def _hands(self, spawner: LinuxSpawner, tasks: anyio.abc.TaskGroup) -> NodeHands:
+        following, supervision = self._following, self._supervision
+        return NodeHands(
+            spawner,
+            run_id=self._run_id,
+            tasks=tasks,
+            devices=following.devices,
+            environ=_with_interface(following.environ, following.site.own_host),
+            deadlines=StopDeadlines(
+                term_grace_s=supervision.term_grace_s, kill_wait_s=supervision.kill_wait_s
+            ),
+            on_begin=self._begin,
+            on_leave=self._leave,
+        )
+
+    def _allegiance(self) -> Allegiance:
+        cluster = self._following.config.cluster
+        terms = LeaseTerms(lease_s=cluster.node_lease_s, orphan_grace_s=cluster.node_orphan_grace_s)
+        return Allegiance(self._about(), terms, KeepLimits(), now=clock.now())
+
+    def _about(self) -> Hello:
+        me = identity_of(os.getpid())
+        if me is None:
+            raise InvariantError("this process is not in /proc")
+        known = read_term(self._own.root)
+        return Hello(
+            protocol=PROTOCOL,
+            version=__version__,
+            config_digest=config_digest(self._following.config),
+            run_id=self._run_id,
+            node=self._following.site.rank,
+            host=os.uname().nodename,
+            boot_id=me.boot_id,
+            pid=me.pid,
+            start_ticks=me.start_ticks,
+            dial=0,
+            term=0 if known is None else known.term,
+        )
+
+    def _dial(self) -> AbstractAsyncContextManager[Connection]:
+        following, cluster = self._following, self._following.config.cluster
+        return dialled(
+            following.site.hosts[0],
+            following.site.port,
+            token=following.token,
+            tls=follower_tls(cluster.node_tls_cert, cluster.node_tls_ca),
+        )
+
+    async def _begin(self, welcome: Welcome) -> None:
+        await anyio.to_thread.run_sync(obey_term, self._own.root, welcome.term, welcome.leader)
+        self._notifier.ready(f"follows term {welcome.term} as node {self._following.site.rank}")
+
+    def _leave(self, exit_code: int, reason: str) -> None:
+        self._outcome = Outcome(exit_code, reason)
+        self._scope.cancel()
+
+    async def _hear_signals(self, end: FollowerEnd, side: Allegiance) -> None:
+        try:
+            with anyio.open_signal_receiver(*_STOP_SIGNALS) as signals:
+                async for number in signals:
+                    self._on_signal(signal.Signals(number), end, side)
+        finally:
+            # All is ending; a late signal must not replace the exit code.
+            for late in _STOP_SIGNALS:
+                signal.signal(late, signal.SIG_IGN)
+
+    def _on_signal(self, number: signal.Signals, end: FollowerEnd, side: Allegiance) -> None:
+        self._num_signals += 1
+        _log.info("signal_received", signal=number.name, count=self._num_signals)
+        is_heard = side.standing(now=clock.now()) is Standing.HELD
+        if is_heard and self._num_signals <= _PATIENT_STOPS:
+            reason = f"{number.name} on node {self._following.site.rank}"
+            end.say(StopAsked(reason, in_hurry=self._num_signals > 1))
+            return
+        code = INTERRUPTED if number == signal.SIGINT else 0
+        self._leave(code, f"{number.name}, and no leader to end the run with")
+
+    async def _give_up(self, side: Allegiance) -> None:
+        """Leave when no leader has been there for as long as a start may take."""
+        limit_s = self._supervision.start_timeout_s
+        alone_since = clock.now()
+        while True:
+            await clock.sleep(_LOOK_PERIOD_S)
+            now = clock.now()
+            if side.standing(now=now) is not Standing.OVER:
+                alone_since = now
+            elif now - alone_since > limit_s:
+                reason = f"no leader for {limit_s:g} s after the servers here were ended"
+                self._leave(SiteError.exit_code, reason)
+
+    async def _note_log(self, event: ChildEvent) -> None:
+        _log.warning("child_log", kind=type(event).__name__, child=event.child_id)
+
+    def _rng(self) -> Random:
+        return Random(f"{self._run_id} {os.getpid()} {clock.wall_ns()}")  # noqa: S311 - jitter
+
+
+def _with_interface(environ: Mapping[str, str], host: str) -> dict[str, str]:
+    """The environment of ranks: gloo finds the others over the interface that has our address."""
+    name = None if GLOO_VARIABLE in environ else interface_of(host)
+    return dict(environ) if name is None else {**environ, GLOO_VARIABLE: name}

@@ -1,0 +1,193 @@
+"""The leader's end of all links: serves connections, tells followers, passes on what they say.
+
+end = LeaderEnd(charter, post=..., rng=...)
+tasks.start_soon(end.run)            # time: who is silent, who is lost
+await end.serve(connection)          # by the listener, for every connection
+end.tell(node, command)
+"""
+
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import Final, TypeAlias
+
+import anyio
+import msgspec
+
+from libra import clock
+from libra.errors import PeerError, ungrouped
+from libra.ids import NodeRank
+from libra.tracing.log import get_log
+from libra.wire.node import Hello, NodeCommand, NodeEvent, Refused
+from libra_supervisor.nodes.connection import Connection, received_envelope
+from libra_supervisor.nodes.members import Charter, MemberRecord, Members, NodeNews
+from libra_supervisor.nodes.outgoing import Outgoing
+
+HELLO_WAIT_S: Final = 10.0
+WINDOW_BYTES: Final = 16 << 20
+"""What a byte stream may have under way to one node before it waits for acknowledgements."""
+
+_ROOM_POLL_S: Final = 0.02
+_IDLE_S: Final = 1.0
+
+_log = get_log()
+
+
+class NodeSaid(msgspec.Struct, frozen=True):
+    """An event of a follower, in the order in which it was said."""
+
+    node: NodeRank
+    event: NodeEvent
+
+
+ClusterEvent: TypeAlias = NodeSaid | NodeNews
+Post: TypeAlias = Callable[[ClusterEvent], Awaitable[None]]
+
+
+class LeaderEnd:
+    """`Members` with its I/O."""
+
+    def __init__(self, charter: Charter, *, post: Post, rng: Random) -> None:
+        """Call it inside the event loop: it reads the clock. `rng` names the sessions."""
+        self._charter = charter
+        self._post = post
+        self._rng = rng
+        self._members = Members(charter, now=clock.now())
+        self._num_connections = 0
+        self._outgoing: dict[int, Outgoing] = {}
+        self._scopes: dict[int, anyio.CancelScope] = {}
+
+    @property
+    def records(self) -> tuple[MemberRecord, ...]:
+        return self._members.records
+
+    @property
+    def term(self) -> int:
+        return self._charter.term
+
+    def has_let_go(self, node: NodeRank) -> bool:
+        return self._members.has_let_go(node, now=clock.now())
+
+    def reigns(self) -> bool:
+        return self._members.reigns(now=clock.now())
+
+    def tell(self, node: NodeRank, command: NodeCommand) -> None:
+        """Say it now or after the next reconnect. Raises PeerError when the node is no member."""
+        body = msgspec.msgpack.encode(command)
+        connection, envelope = self._members.put(node, body, now=clock.now())
+        if connection is not None:
+            self._outgoing[connection].add(envelope)
+
+    async def tell_when_room(self, node: NodeRank, command: NodeCommand) -> None:
+        """The same for long streams: waits while much is under way to that node."""
+        while self._members[node].session.kept_bytes > WINDOW_BYTES:
+            await clock.sleep(_ROOM_POLL_S)
+        self.tell(node, command)
+
+    async def expel(self, node: NodeRank, reason: str) -> None:
+        """End the node's session; it is lost when its lease has run out for certain."""
+        news = self._members.expel(node, reason, now=clock.now())
+        await self._pass_on(news)
+
+    async def run(self) -> None:
+        """Notice silence. Runs until cancelled."""
+        while True:
+            deadline = self._members.next_deadline()
+            latest = clock.now() + _IDLE_S
+            await clock.sleep_until(latest if deadline is None else min(deadline, latest))
+            await self._pass_on(self._members.on_time(now=clock.now()))
+
+    async def serve(self, connection: Connection) -> None:
+        """One connection from its Hello to its end. What is wrong on it ends it and is logged."""
+        self._num_connections += 1
+        number = self._num_connections
+        try:
+            outgoing = await self._admitted(number, connection)
+            if outgoing is not None:
+                with ungrouped():
+                    await self._exchange(number, connection, outgoing)
+        except PeerError as error:
+            _log.info("node_connection_ended", connection=number, why=str(error))
+        finally:
+            self._forget(number)
+            self._members.on_disconnected(number)
+
+    async def _admitted(self, number: int, connection: Connection) -> Outgoing | None:
+        """Answer the Hello; None when it was refused."""
+        hello = await _received_hello(connection)
+        now = clock.now()
+        session = f"{self._charter.term}-{self._rng.getrandbits(64):016x}"
+        answer = self._members.on_hello(hello, connection=number, fresh_session=session, now=now)
+        if isinstance(answer, Refused):
+            _log.warning("node_refused", node=hello.node, host=hello.host, why=answer.reason)
+            await connection.send(msgspec.msgpack.encode(answer))
+            return None
+        if answer.replaced is not None:
+            self._forget(answer.replaced)
+        outgoing = Outgoing(connection, lambda: self._members.beat(number))
+        outgoing.add(*answer.resend)
+        # Before anything waits: from here on the node may be told something.
+        self._outgoing[number] = outgoing
+        await self._pass_on(answer.news)
+        await connection.send(msgspec.msgpack.encode(answer.welcome))
+        return outgoing
+
+    async def _exchange(self, number: int, connection: Connection, outgoing: Outgoing) -> None:
+        with anyio.CancelScope() as scope:
+            self._scopes[number] = scope
+            if number not in self._outgoing:
+                return
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._send, outgoing, tasks.cancel_scope)
+                await self._receive(number, connection, outgoing)
+                tasks.cancel_scope.cancel()
+
+    async def _send(self, outgoing: Outgoing, scope: anyio.CancelScope) -> None:
+        try:
+            await outgoing.run()
+        except PeerError:
+            # The connection is over for both directions.
+            scope.cancel()
+
+    async def _receive(self, number: int, connection: Connection, outgoing: Outgoing) -> None:
+        while (envelope := await received_envelope(connection)) is not None:
+            body, news = self._members.on_envelope(number, envelope, now=clock.now())
+            outgoing.owe()
+            await self._pass_on(news)
+            if body is not None:
+                node = self._members.node_of(number)
+                await self._post(NodeSaid(node, self._decoded(node, body)))
+
+    def _decoded(self, node: NodeRank, body: bytes) -> NodeEvent:
+        try:
+            return msgspec.msgpack.decode(body, type=NodeEvent)
+        except msgspec.MsgspecError as error:
+            reason = f"it said something that is no event: {error}"
+            self._members.expel(node, reason, now=clock.now())
+            raise PeerError(f"node {node}: {reason}") from error
+
+    async def _pass_on(self, news: tuple[NodeNews, ...]) -> None:
+        for number in tuple(self._outgoing):
+            if not self._members.is_open(number):
+                self._forget(number)
+        for one in news:
+            await self._post(one)
+
+    def _forget(self, number: int) -> None:
+        self._outgoing.pop(number, None)
+        scope = self._scopes.pop(number, None)
+        if scope is not None:
+            scope.cancel()
+
+
+async def _received_hello(connection: Connection) -> Hello:
+    """Raises PeerError when it does not come in time or is none."""
+    try:
+        with anyio.fail_after(HELLO_WAIT_S):
+            message = await connection.receive()
+        if message is None:
+            raise PeerError("it was closed before its Hello")
+        return msgspec.msgpack.decode(message, type=Hello)
+    except TimeoutError:
+        raise PeerError(f"no Hello within {HELLO_WAIT_S:g} s") from None
+    except msgspec.MsgspecError as error:
+        raise PeerError(f"its first message is no Hello: {error}") from error

@@ -1,0 +1,166 @@
+"""The link over real sockets: a WebSocket of the leader's, dialled by the followers.
+
+The proxy of the environment is ignored: nodes reach each other directly or not at all.
+"""
+
+import ipaddress
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Final
+
+import aiohttp
+from aiohttp import web
+
+from libra.errors import PeerError, SiteError
+from libra.wire.bearer import has_bearer
+from libra.wire.node import MAX_ENVELOPE_BYTES, NODE_PATH
+from libra_supervisor.nodes.connection import Connection
+
+_CONNECT_S: Final = 5.0
+_CLOSE_S: Final = 1.0
+_UNAUTHORIZED: Final = 401
+_CLOSED: Final = (
+    aiohttp.WSMsgType.CLOSE,
+    aiohttp.WSMsgType.CLOSING,
+    aiohttp.WSMsgType.CLOSED,
+)
+
+_Socket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
+
+
+class SocketConnection:
+    """`Connection` over either end of a WebSocket."""
+
+    def __init__(self, socket: _Socket) -> None:
+        self._socket = socket
+
+    async def send(self, message: bytes) -> None:
+        try:
+            await self._socket.send_bytes(message)
+        except (OSError, aiohttp.ClientError) as error:
+            raise PeerError(f"the other node is gone: {error}") from error
+
+    async def receive(self) -> bytes | None:
+        message = await self._socket.receive()
+        if message.type is aiohttp.WSMsgType.BINARY:
+            data: bytes = message.data
+            return data
+        if message.type in _CLOSED:
+            return None
+        if message.type is aiohttp.WSMsgType.ERROR:
+            raise PeerError(f"the connection broke: {message.data}")
+        raise PeerError(f"the other node sent {message.type.name}, not a binary message")
+
+
+def leader_tls(cert: str, key: str) -> ssl.SSLContext | None:
+    """What the leader shows; None without a certificate. Raises SiteError."""
+    if not cert:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        raise SiteError(f"node_tls_cert {cert} and node_tls_key cannot be used: {error}") from error
+    return context
+
+
+def follower_tls(cert: str, authority: str) -> ssl.SSLContext | None:
+    """What a follower accepts; None when the leader shows no certificate. Raises SiteError."""
+    if not cert:
+        return None
+    try:
+        return ssl.create_default_context(cafile=authority or None)
+    except (OSError, ssl.SSLError) as error:
+        raise SiteError(f"node_tls_ca {authority} cannot be used: {error}") from error
+
+
+@asynccontextmanager
+async def node_listener(
+    serve: Callable[[Connection], Awaitable[None]],
+    *,
+    host: str,
+    port: int,
+    token: str,
+    tls: ssl.SSLContext | None = None,
+) -> AsyncIterator[int]:
+    """Listen for followers while the block runs; yields the port.
+
+    Raises SiteError when it cannot be bound.
+    """
+
+    async def link(request: web.Request) -> web.StreamResponse:
+        if not has_bearer(request.headers.get("Authorization", ""), token):
+            return web.Response(status=_UNAUTHORIZED, text="this needs the token of the nodes\n")
+        socket = web.WebSocketResponse(
+            timeout=_CLOSE_S, max_msg_size=MAX_ENVELOPE_BYTES, compress=False
+        )
+        await socket.prepare(request)
+        await serve(SocketConnection(socket))
+        await socket.close()
+        return socket
+
+    application = web.Application()
+    application.add_routes([web.get(NODE_PATH, link)])
+    runner = web.AppRunner(
+        application,
+        access_log=None,
+        handle_signals=False,
+        shutdown_timeout=_CLOSE_S,
+        handler_cancellation=True,
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port, ssl_context=tls)
+        try:
+            await site.start()
+        except OSError as error:
+            raise SiteError(
+                f"the port for other nodes, {port} on {host}, cannot be used: "
+                f"{error.strerror or error}; see nodes and node_port"
+            ) from error
+        bound: tuple[str, int] = runner.addresses[0]
+        yield bound[1]
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def dialled(
+    host: str, port: int, *, token: str, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Connection]:
+    """A connection to the leader while the block runs. Raises PeerError when there is none."""
+    scheme = "http" if tls is None else "https"
+    url = f"{scheme}://{_in_url(host)}:{port}{NODE_PATH}"
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+    async with aiohttp.ClientSession(trust_env=False, timeout=timeout) as session:
+        try:
+            socket = await session.ws_connect(
+                url,
+                headers={"Authorization": f"Bearer {token}"},
+                ssl=True if tls is None else tls,
+                max_msg_size=MAX_ENVELOPE_BYTES,
+                timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),
+            )
+        except aiohttp.WSServerHandshakeError as error:
+            raise PeerError(_why_refused(host, port, error)) from error
+        except (OSError, aiohttp.ClientError) as error:
+            raise PeerError(f"no leader at {host} port {port}: {error}") from error
+        try:
+            yield SocketConnection(socket)
+        finally:
+            await socket.close()
+
+
+def _why_refused(host: str, port: int, error: aiohttp.WSServerHandshakeError) -> str:
+    if error.status == _UNAUTHORIZED:
+        return f"the leader at {host} port {port} has another token of the nodes"
+    return f"whoever answers at {host} port {port} is no leader: {error.status} {error.message}"
+
+
+def _in_url(host: str) -> str:
+    try:
+        is_ipv6 = ipaddress.ip_address(host.partition("%")[0]).version == 6  # noqa: PLR2004
+    except ValueError:
+        return host
+    return f"[{host}]" if is_ipv6 else host

@@ -1,0 +1,545 @@
+"""Leaders, followers and a network that delays, cuts and forgets; every clock at its own rate.
+
+The model is made of the inputs: which messages were put, which were carried out, and under whom.
+Time is true time; each machine sees only its own clock.
+"""
+
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from libra.errors import LibraError, PeerError
+from libra.wire.node import PROTOCOL, Hello, Refused, Welcome
+from libra_supervisor.nodes.allegiance import Allegiance, Opened, SessionOver
+from libra_supervisor.nodes.lease import LeaseTerms, Standing
+from libra_supervisor.nodes.members import Admitted, Charter, Members, NodeJoined, NodeState
+from libra_supervisor.nodes.session import KeepLimits
+
+LEASE_S, GRACE_S = 10.0, 30.0
+TERMS = LeaseTerms(lease_s=LEASE_S, orphan_grace_s=GRACE_S)
+KEEP = KeepLimits(num_messages=6, num_bytes=10_000)
+rates = st.floats(0.96, 1.04)
+
+
+@dataclass
+class Clock:
+    rate: float
+    offset: float
+
+    def at(self, true: float) -> float:
+        return true * self.rate + self.offset
+
+
+@dataclass
+class Wire:
+    """One connection: what is under way in each direction, and which ends are still open."""
+
+    leader: "Leader"
+    follower: "Follower"
+    number: int
+    up: deque = field(default_factory=deque)
+    down: deque = field(default_factory=deque)
+    leader_open: bool = True
+    follower_open: bool = True
+
+
+class Leader:
+    def __init__(self, world, term):
+        self.world, self.term = world, term
+        self.clock = Clock(world.rate(), 1000.0 * term)
+        self.is_dead = self.is_paused = False
+        self.wires: dict[int, Wire] = {}
+        self.put_in: dict[str, list[bytes]] = {}
+        self.told: dict[str, list[bytes]] = {}
+        self.acked: dict[str, set[bytes]] = {}
+        self.attempt_of: dict[int, int] = {}
+        charter = Charter(
+            run_id="r", run_directory="/r", term=term, leader=f"L{term}", version="1",
+            config_digest="d", num_nodes=world.num_nodes, lease=TERMS, keep=KEEP,
+        )  # fmt: skip
+        self.members = Members(charter, now=self.now)
+
+    @property
+    def now(self):
+        return self.clock.at(self.world.true)
+
+    @property
+    def runs(self):
+        return not self.is_dead and not self.is_paused
+
+    def put(self, node, body):
+        session = self.members[node].session_id
+        try:
+            connection, envelope = self.members.put(node, body, now=self.now)
+        except PeerError:
+            return False
+        self.put_in.setdefault(session, []).append(body)
+        if connection is not None:
+            self.wires[connection].down.append(envelope)
+        return True
+
+    def on_message(self, wire, message):
+        if isinstance(message, Hello):
+            session = f"s{self.term}-{wire.number}"
+            reply = self.members.on_hello(
+                message, connection=wire.number, fresh_session=session, now=self.now
+            )
+            if isinstance(reply, Refused):
+                wire.down.append(reply)
+                return
+            assert isinstance(reply, Admitted)
+            wire.down.append(reply.welcome)
+            wire.down.extend(reply.resend)
+            if reply.replaced is not None and reply.replaced in self.wires:
+                self.wires[reply.replaced].leader_open = False
+            self.note(reply.news)
+            return
+        session = next(r.session_id for r in self.members.records if r.node == wire.follower.node)
+        try:
+            body, news = self.members.on_envelope(wire.number, message, now=self.now)
+        except PeerError:
+            self.drop(wire)
+            return
+        self.note(news)
+        if body is not None:
+            self.told.setdefault(session, []).append(body)
+            self.hear(wire.follower.node, body)
+
+    def hear(self, node, body):
+        if body.startswith(b"ended"):
+            self.attempt_of.pop(node, None)
+
+    def note(self, news):
+        for it in news:
+            if isinstance(it, NodeJoined) or self.members.state_of(it.node) is NodeState.LOST:
+                self.attempt_of.pop(it.node, None)
+
+    def drop(self, wire):
+        wire.leader_open = False
+        self.wires.pop(wire.number, None)
+        self.members.on_disconnected(wire.number)
+
+
+class Follower:
+    def __init__(self, world, node, *, pid=1, term=0, machine=0):
+        self.world, self.node, self.pid = world, node, pid
+        self.machine = machine
+        self.clock = Clock(world.rate(), 77.0 * (node + 1) + 5000.0 * pid)
+        self.wire: Wire | None = None
+        self.is_dead = False
+        self.attempt: int | None = None
+        about = Hello(
+            protocol=PROTOCOL, version="1", config_digest="d", run_id="", node=node,
+            host="h", boot_id=f"b{node}-{machine}", pid=pid, start_ticks=pid, dial=0,
+            term=term,
+        )  # fmt: skip
+        self.side = Allegiance(about, TERMS, KEEP, now=self.now)
+        self.done: dict[str, list[bytes]] = {}
+        self.said: dict[str, list[bytes]] = {}
+
+    @property
+    def now(self):
+        return self.clock.at(self.world.true)
+
+    def settle(self):
+        """What the follower's own alarm does: without a lease the ranks end at once."""
+        if self.attempt is not None and self.side.standing(now=self.now) is not Standing.HELD:
+            self.attempt = None
+            self.say(b"ended")
+
+    def say(self, body):
+        if not self.side.session_id:
+            return
+        session = self.side.session_id
+        try:
+            envelope = self.side.put(body, now=self.now)
+        except LibraError as error:
+            self.end_session(str(error))
+            return
+        self.said.setdefault(session, []).append(body)
+        if self.wire is not None:
+            self.wire.up.append(envelope)
+
+    def end_session(self, why):
+        self.side.end_session(why, now=self.now)
+        self.attempt = None
+        self.hang_up()
+
+    def hang_up(self):
+        if self.wire is not None:
+            self.wire.follower_open = False
+            self.wire = None
+
+    def on_message(self, message):
+        if isinstance(message, Welcome | Refused):
+            wire = self.wire
+            result = self.side.on_reply(message, now=self.now)
+            if isinstance(result, Opened):
+                wire.up.extend(self.side.to_send())
+                return
+            if isinstance(result, SessionOver):
+                self.attempt = None
+            self.hang_up()
+            return
+        try:
+            self.side.on_envelope(message)
+        except PeerError as error:
+            self.end_session(str(error))
+
+    def work(self):
+        while (body := self.side.take(now=self.now)) is not None:
+            session = self.side.session_id
+            self.done.setdefault(session, []).append(body)
+            self.world.on_obeyed(self, session)
+            word, _, number = body.partition(b" ")
+            if word == b"start":
+                assert self.attempt is None, "two gangs on one node"
+                self.attempt = int(number)
+            elif word == b"end" and self.attempt is not None:
+                self.attempt = None
+                self.say(b"ended")
+
+
+@pytest.mark.case("R-B84")
+class LinkMachine(RuleBasedStateMachine):
+    @initialize(num_nodes=st.integers(2, 4), seed=st.lists(rates, min_size=8, max_size=8))
+    def begin(self, num_nodes, seed):
+        self.true, self.num_nodes = 0.0, num_nodes
+        self.rates, self.num_made = seed, 0
+        self.num_wires = self.num_bodies = self.num_attempts = 0
+        self.term = 1
+        self.highest_obeyed: dict[int, int] = {}
+        self.leader_of_session: dict[str, Leader] = {}
+        self.leaders = [Leader(self, 1)]
+        self.followers = {node: Follower(self, node) for node in range(1, num_nodes)}
+        self.retired: list[Follower] = []
+        self.wires: list[Wire] = []
+        self.has_begun = True
+
+    def rate(self):
+        self.num_made += 1
+        return self.rates[self.num_made % len(self.rates)]
+
+    def on_obeyed(self, follower, session):
+        term = int(session[1:].partition("-")[0])
+        leader = next(it for it in self.leaders if it.term == term)
+        assert leader.members.state_of(follower.node) is not NodeState.LOST, "obeyed when lost"
+        if follower is not self.followers[follower.node]:
+            return
+        assert term >= self.highest_obeyed.get(follower.node, 0), "an older leader was obeyed"
+        self.highest_obeyed[follower.node] = term
+
+    def pick(self, number):
+        return self.followers[1 + number % (self.num_nodes - 1)]
+
+    # The network
+
+    @rule(number=st.integers(0, 5), to=st.integers(0, 3))
+    def dial(self, number, to):
+        follower = self.pick(number)
+        reachable = [leader for leader in self.leaders if not leader.is_dead]
+        if not reachable:
+            return
+        self.connect(follower, reachable[to % len(reachable)])
+
+    def connect(self, follower, leader):
+        follower.hang_up()
+        follower.settle()
+        self.num_wires += 1
+        wire = Wire(leader, follower, self.num_wires)
+        leader.wires[wire.number] = follower.wire = wire
+        wire.up.append(follower.side.hello(()))
+        self.wires.append(wire)
+
+    @rule(number=st.integers(0, 5), to=st.integers(0, 1))
+    def join(self, number, to):
+        """The usual: a follower dials, is heard, and gets its lease."""
+        self.dial(number, -1 - to)
+        self.exchange(number)
+
+    @rule(number=st.integers(0, 5))
+    def exchange(self, number):
+        follower = self.pick(number)
+        wire = follower.wire
+        if wire is None:
+            return
+        self.flush(wire)
+        if follower.side.session_id and follower.wire is wire:
+            wire.up.append(follower.side.beat(now=follower.now))
+        self.flush(wire)
+        if wire.leader_open and wire.leader.runs and wire.number in wire.leader.wires:
+            with suppress(PeerError):
+                wire.down.append(wire.leader.members.beat(wire.number))
+        self.flush(wire)
+
+    def flush(self, wire):
+        while self.can_move(wire):
+            self.move(wire)
+
+    @rule(number=st.integers(0, 40), count=st.integers(1, 4))
+    def deliver(self, number, count):
+        for _ in range(count):
+            busy = [wire for wire in self.wires if self.can_move(wire)]
+            if not busy:
+                return
+            self.move(busy[number % len(busy)])
+
+    def can_move(self, wire):
+        up = wire.up and wire.leader_open and wire.leader.runs
+        down = wire.down and wire.follower_open and wire.follower.wire is wire
+        return bool(up or down)
+
+    def move(self, wire):
+        if wire.up and wire.leader_open and wire.leader.runs:
+            wire.leader.on_message(wire, wire.up.popleft())
+        elif wire.down and wire.follower_open and wire.follower.wire is wire:
+            wire.follower.settle()
+            wire.follower.on_message(wire.down.popleft())
+            wire.follower.work()
+
+    @rule(number=st.integers(0, 40), is_leader_told=st.booleans())
+    def cut(self, number, is_leader_told):
+        if not self.wires:
+            return
+        wire = self.wires[number % len(self.wires)]
+        wire.up.clear()
+        wire.down.clear()
+        if is_leader_told and wire.leader_open and wire.leader.runs:
+            wire.leader.drop(wire)
+        if wire.follower.wire is wire:
+            wire.follower.hang_up()
+
+    # Machines
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 2.0, 4.0, 9.0, 12.0, 40.0]))
+    def pass_time(self, seconds):
+        # In steps: every machine that runs looks at its clock as time passes.
+        for _ in range(10):
+            self.step(seconds / 10)
+
+    def step(self, seconds):
+        self.true += seconds
+        for follower in self.living():
+            follower.settle()
+        for leader in self.leaders:
+            if leader.runs:
+                leader.note(leader.members.on_time(now=leader.now))
+        self.a_lost_node_has_let_go()
+        self.no_two_attempts_run_at_once()
+
+    @rule(number=st.integers(0, 5))
+    def beat(self, number):
+        follower = self.pick(number)
+        if follower.side.session_id and follower.wire is not None:
+            follower.wire.up.append(follower.side.beat(now=follower.now))
+
+    @rule(number=st.integers(0, 40))
+    def answer(self, number):
+        busy = [wire for wire in self.wires if wire.leader_open and wire.leader.runs]
+        if not busy:
+            return
+        wire = busy[number % len(busy)]
+        try:
+            wire.down.append(wire.leader.members.beat(wire.number))
+        except PeerError:
+            wire.leader.drop(wire)
+
+    @rule(number=st.integers(0, 5), which=st.integers(0, 2))
+    def command(self, number, which):
+        self.num_bodies += 1
+        running = [leader for leader in self.leaders if leader.runs]
+        if running:
+            leader = running[which % len(running)]
+            leader.put(self.pick(number).node, b"do %d" % self.num_bodies)
+
+    @rule(number=st.integers(0, 5))
+    def report(self, number):
+        self.num_bodies += 1
+        self.pick(number).say(b"did %d" % self.num_bodies)
+
+    @rule(number=st.integers(0, 5), is_other_machine=st.booleans())
+    def restart_follower(self, number, is_other_machine):
+        old = self.pick(number)
+        # On another machine somebody else claims the rank while the old process still runs.
+        if not is_other_machine:
+            old.hang_up()
+            old.attempt = None
+            old.is_dead = True
+        machine = old.machine + is_other_machine
+        new = Follower(self, old.node, pid=old.pid + 1, term=old.side.term, machine=machine)
+        self.followers[old.node] = new
+        self.retired.append(old)
+
+    @rule(stays=st.booleans())
+    def replace_leader(self, stays):
+        old = self.leaders[-1]
+        old.is_dead, old.is_paused = not stays, stays
+        self.term += 1
+        self.leaders.append(Leader(self, self.term))
+
+    @rule(which=st.integers(0, 3))
+    def wake_leader(self, which):
+        self.leaders[which % len(self.leaders)].is_paused = False
+
+    # Gangs: ranks on every member; another attempt only after all of the one before are gone
+
+    @rule(number=st.integers(0, 5), is_leader_told=st.booleans())
+    def isolate(self, number, is_leader_told):
+        """A member works and is cut off until its leader has given it up, looked at closely."""
+        self.join(number, 0)
+        self.start_gang(-1)
+        self.exchange(number)
+        self.cut(len(self.wires) - 1, is_leader_told)
+        for _ in range(60):
+            self.step(0.25)
+
+    @rule(number=st.integers(0, 5), count=st.integers(1, 6))
+    def interrupt(self, number, count):
+        """A connection ends while messages are under way in both directions, and another begins."""
+        self.join(number, 0)
+        for _ in range(3):
+            self.command(number, -1)
+            self.report(number)
+        self.deliver(0, count)
+        self.cut(len(self.wires) - 1, False)
+        self.join(number, 0)
+
+    @rule(number=st.integers(0, 5))
+    def take_over(self, number):
+        """A gang runs under a leader that is replaced; the next one starts another."""
+        for each in range(self.num_nodes - 1):
+            self.join(each, 0)
+        self.start_gang(-1)
+        for each in range(self.num_nodes - 1):
+            self.exchange(each)
+        self.replace_leader(stays=False)
+        self.join(number, 0)
+        self.start_gang(-1)
+        self.exchange(number)
+
+    @rule(which=st.integers(0, 2))
+    def start_gang(self, which):
+        running = [leader for leader in self.leaders if leader.runs]
+        if not running:
+            return
+        leader = running[which % len(running)]
+        members = leader.members
+        nodes = range(1, self.num_nodes)
+        is_clear = members.reigns(now=leader.now) and all(
+            members.state_of(node) is NodeState.MEMBER or members.has_let_go(node, now=leader.now)
+            for node in nodes
+        )
+        if not is_clear or leader.attempt_of:
+            return
+        self.num_attempts += 1
+        for node in nodes:
+            if members.state_of(node) is NodeState.MEMBER and leader.put(
+                node, b"start %d" % self.num_attempts
+            ):
+                leader.attempt_of[node] = self.num_attempts
+
+    @rule(number=st.integers(0, 5))
+    def end_gang(self, number):
+        for leader in self.leaders:
+            for node in tuple(leader.attempt_of) if leader.runs else ():
+                leader.put(node, b"end %d" % leader.attempt_of[node])
+
+    # What always holds
+
+    @invariant()
+    def a_lost_node_has_let_go(self):
+        for follower in self.living():
+            if follower.side.standing(now=follower.now) is not Standing.HELD:
+                continue
+            session = follower.side.session_id
+            leader = next(it for it in self.leaders if session.startswith(f"s{it.term}-"))
+            record = leader.members[follower.node]
+            assert record.state is not NodeState.LOST
+            assert record.session_id in (session, "")
+
+    @invariant()
+    def no_two_attempts_run_at_once(self):
+        running = {it.attempt for it in self.living()} - {None}
+        assert len(running) <= 1, running
+
+    @invariant()
+    def everything_is_done_once_and_in_order(self):
+        for follower in self.everybody():
+            for session, done in follower.done.items():
+                put = next(
+                    it.put_in.get(session, [])
+                    for it in self.leaders
+                    if session.startswith(f"s{it.term}-")
+                )
+                assert done == put[: len(done)]
+        for leader in getattr(self, "leaders", ()):
+            for session, told in leader.told.items():
+                said = [it.said[session] for it in self.everybody() if session in it.said]
+                assert len(said) == 1
+                assert told == said[0][: len(told)]
+
+    def everybody(self):
+        return [*self.followers.values(), *self.retired] if hasattr(self, "has_begun") else []
+
+    def living(self):
+        return [it for it in self.everybody() if not it.is_dead]
+
+    def teardown(self):
+        """A network that heals brings everything that waits in a session to its end."""
+        if not hasattr(self, "has_begun"):
+            return
+        self.replace_if_dead()
+        leader = self.leaders[-1]
+        for old in self.retired:
+            old.hang_up()
+            old.is_dead = True
+        for _ in range(16):
+            self.heal(leader)
+            self.pass_time(2.0)
+        for follower in self.followers.values():
+            session = follower.side.session_id
+            assert leader.members.state_of(follower.node) is NodeState.MEMBER
+            assert leader.members[follower.node].session_id == session
+            assert follower.done.get(session, []) == leader.put_in.get(session, [])
+            assert leader.told.get(session, []) == follower.said.get(session, [])
+
+    def heal(self, leader):
+        for follower in self.followers.values():
+            wire = follower.wire
+            if wire is None or wire.leader is not leader or not wire.leader_open:
+                self.connect(follower, leader)
+        self.drain()
+        for follower in self.followers.values():
+            if follower.side.session_id and follower.wire is not None:
+                follower.wire.up.append(follower.side.beat(now=follower.now))
+        self.drain()
+        for wire in tuple(leader.wires.values()):
+            try:
+                wire.down.append(leader.members.beat(wire.number))
+            except PeerError:
+                leader.drop(wire)
+        self.drain()
+
+    def replace_if_dead(self):
+        leader = self.leaders[-1]
+        leader.is_paused = False
+        if leader.is_dead:
+            self.term += 1
+            self.leaders.append(Leader(self, self.term))
+
+    def drain(self):
+        for _ in range(10_000):
+            busy = [wire for wire in self.wires if self.can_move(wire)]
+            if not busy:
+                return
+            self.move(busy[0])
+        raise AssertionError("messages without end")
+
+
+LinkMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestLink = LinkMachine.TestCase

@@ -1,0 +1,357 @@
+"""Real children of a follower, supervised by a leader over a link that is cut and healed."""
+
+import json
+import os
+import signal
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+
+import anyio
+import pytest
+
+from gangs import config, of, ready, trained
+from libra import clock
+from libra.errors import ChildError, PeerError, SiteError
+from libra.ids import ChildId, Incarnation, Rank
+from libra.planner.plan import TrainPlacement
+from libra.wire.node import Leave
+from libra.wire.rank import MiniBatch, Sample, TrainStep
+from libra_supervisor.events import ChildExited, ChildReady, ChildStarted, ChildWaiting, GangLost
+from libra_supervisor.instances.port_lease import lease_port
+from libra_supervisor.nodes.members import NodeLost
+from libra_supervisor.nodes.remote import RemoteSpawner, remote_port
+from libra_supervisor.process.identity import ProcessIdentity
+from libra_supervisor.process.kernel import read_tag
+from libra_supervisor.process.lifecycle import Adoptee, ChildHooks, Deadlines
+from libra_supervisor.process.logs import RELAY_ID
+from libra_supervisor.process.restart import RestartBudget, RestartPolicy
+from libra_supervisor.process.supervise import Supervision
+from libra_supervisor.process.tree import StopDeadlines
+from libra_supervisor.ranks.agents import AgentsSpawner
+from libra_supervisor.ranks.gang import Gang
+from libra_supervisor.ranks.torchrun import AgentSite, GangSite
+from libra_supervisor.run_directory import RunDirectory
+from processes import CHILDREN, alive, processes_tagged, python, site, until
+from two_nodes import TERMS, two_nodes
+
+pytestmark = pytest.mark.anyio
+SHORT = Deadlines(
+    start_timeout_s=5,
+    drain_timeout_s=1,
+    stop=StopDeadlines(term_grace_s=1, kill_wait_s=5, hurried_grace_s=0.1),
+)
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio", {"use_uvloop": True}
+
+
+def running(place):
+    """Pids of children, the relay of their logs aside."""
+    tags = {pid: read_tag(pid) for pid in processes_tagged(place.run_id)}
+    return [pid for pid, tag in tags.items() if tag is not None and tag[1] != RELAY_ID]
+
+
+class Hooks(ChildHooks):
+    def __init__(self, place, nodes, *argv, **changes):
+        self.place, self.nodes, self.argv, self.changes = place, nodes, argv, changes
+
+    async def spec(self, incarnation):
+        return self.place.spec(*self.argv, **self.changes)
+
+    async def hindrance(self):
+        return await self.nodes.node.hindrance()
+
+
+@asynccontextmanager
+async def supervised(place, nodes, *argv, adopt=None, ends=True, **changes):
+    supervision = Supervision(
+        ChildId("child"),
+        Hooks(place, nodes, *argv, **changes),
+        spawner=RemoteSpawner(nodes.node),
+        budget=RestartBudget(RestartPolicy(backoff_initial_s=0.01, backoff_max_s=0.05)),
+        deadlines=SHORT,
+        post=place.post,
+        rng=Random(4),
+    )
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(supervision.run, adopt)
+        yield supervision
+        if ends:
+            supervision.stop()
+            with anyio.fail_after(20):
+                await supervision.until_down()
+        tasks.cancel_scope.cancel()
+
+
+async def started(place, num=1):
+    await until(lambda: len(of(place, ChildReady)) >= num, within_s=20)
+    return [event.pid for event in of(place, ChildStarted)]
+
+
+async def test_a_child_there_is_started_watched_restarted_and_ended_with_its_tree(tmp_path):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        async with supervised(place, nodes, *python("tree.py", "2", "2")):
+            (first,) = await started(place)
+            os.kill(first, signal.SIGKILL)
+            _, second = await started(place, 2)
+            assert of(place, ChildExited)[0].signal == signal.SIGKILL
+            assert not of(place, ChildExited)[0].asked_for
+            await until(lambda: len(running(place)) >= 7)
+        assert of(place, ChildExited)[-1].asked_for
+        assert not alive([first, second])
+        assert not running(place)
+        assert nodes.hands.children() == ()
+
+
+async def test_what_cannot_start_there_says_why_and_last_words_come_over(tmp_path):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        async with supervised(place, nodes, "/no/such/program") as supervision:
+            await until(lambda: supervision.status().num_failures >= 1)
+            assert "No such file" in supervision.status().last_error
+        script = ("/bin/sh", "-c", "echo last words; exit 3")
+        async with supervised(place, nodes, *script):
+            await until(lambda: len(of(place, ChildExited)) >= 1)
+            exited = of(place, ChildExited)[0]
+            assert exited.exit_code == 3
+            assert exited.last_lines[-1].endswith("last words")
+
+
+async def test_slots_are_looked_up_among_the_devices_there(tmp_path):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        spawner = RemoteSpawner(nodes.node)
+
+        def spec(slots):
+            env = {"CUDA_VISIBLE_DEVICES": slots}
+            return place.spec("/bin/sh", "-c", "echo has $CUDA_VISIBLE_DEVICES.", env=env)
+
+        for slots, devices in (("1", "GPU-b"), ("0,1", "GPU-a,GPU-b"), ("", "")):
+            child = await spawner.spawn(spec(slots), Incarnation(f"child-{slots}"))
+            await child.wait()
+            assert (await child.last_lines(1))[0].endswith(f"has {devices}.")
+            child.reap()
+        with pytest.raises(ChildError, match="slots 2 are wanted here, and 2 devices are"):
+            await spawner.spawn(spec("2"), Incarnation("child-2"))
+
+
+async def test_a_hurried_stop_hurries_there_too(tmp_path):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        async with supervised(place, nodes, *python("tree.py", "1", "1", "ignore")) as supervision:
+            await started(place)
+            await until(lambda: len(running(place)) >= 2)
+            supervision.stop()
+            supervision.stop()
+        assert not running(place)
+
+
+@pytest.mark.case("R-B74")
+async def test_a_cut_off_node_s_children_are_lost_and_never_run_twice(tmp_path):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        async with supervised(place, nodes, *python("tree.py", "0", "0")):
+            (first,) = await started(place)
+            nodes.net.cut()
+            await until(lambda: of(place, ChildExited), within_s=20)
+            exited = of(place, ChildExited)[0]
+            assert exited.reason.startswith("node 1 was lost")
+            # A server waits for a leader; nothing is started while it may.
+            assert alive([first])
+            await until(lambda: of(place, ChildWaiting))
+            assert "node 1 is away" in of(place, ChildWaiting)[0].reason
+            assert len(of(place, ChildStarted)) == 1
+            nodes.net.mend()
+            _, second = await started(place, 2)
+            assert not alive([first])
+            assert alive([second])
+        assert not running(place)
+
+
+async def test_bound_children_end_with_the_lease_before_their_node_counts_as_lost(tmp_path):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        script = python("tree.py", "1", "1", "ignore", "setsid")
+        async with supervised(place, nodes, *script, is_bound_to_supervisor=True):
+            await started(place)
+            await until(lambda: len(running(place)) >= 2)
+            seen = []
+            original = nodes.node.on_lost
+
+            def on_lost(reason):
+                seen.append(running(place))
+                original(reason)
+
+            nodes.node.on_lost = on_lost
+            nodes.net.is_silent = True
+            await until(lambda: any(isinstance(it, NodeLost) for it in nodes.news), within_s=20)
+            assert seen == [[]]
+            nodes.net.mend()
+
+
+async def test_a_leader_that_is_started_again_adopts_what_still_runs_and_ends_the_rest(tmp_path):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        async with supervised(place, nodes, *python("tree.py", "0", "0"), ends=False):
+            (pid,) = await started(place)
+            begun = of(place, ChildStarted)[0]
+            other = await RemoteSpawner(nodes.node).spawn(
+                place.spec(*python("tree.py", "0", "0"), child_id="other"), Incarnation("other-1")
+            )
+            # The leader dies without a word.
+            nodes.keep = (ChildId("child"),)
+            nodes.lead(term=2)
+        await nodes.until_member()
+        await until(lambda: not alive([other.identity.pid]), within_s=20)
+        assert alive([pid])
+        identity = ProcessIdentity(pid, begun.start_ticks, "b")
+        adopt = Adoptee(identity=identity, incarnation=begun.incarnation)
+        async with supervised(place, nodes, *python("tree.py", "0", "0"), adopt=adopt):
+            await until(lambda: of(place, ChildStarted)[-1].is_adopted, within_s=10)
+            assert of(place, ChildStarted)[-1].pid == pid
+        assert not alive([pid])
+        stranger = Adoptee(identity=identity, incarnation=Incarnation("another"))
+        async with supervised(place, nodes, *python("tree.py", "0", "0"), adopt=stranger):
+            await until(lambda: len(of(place, ChildStarted)) == 3)
+            assert not of(place, ChildStarted)[-1].is_adopted
+
+
+async def test_ports_are_held_there_until_they_are_freed(tmp_path):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        held = await remote_port(nodes.node, "127.0.0.1", 0)
+        with pytest.raises(SiteError, match="is in use"):
+            lease_port("127.0.0.1", held.port)
+        with pytest.raises(SiteError, match="is in use"):
+            await remote_port(nodes.node, "127.0.0.1", held.port)
+        held.close()
+        await until(lambda: not nodes.hands._ports)
+        lease_port("127.0.0.1", held.port).close()
+
+
+async def test_a_node_is_told_to_leave(tmp_path):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        nodes.node.say(Leave(4, "a child failed"))
+        await until(lambda: nodes.left == [(4, "a child failed")])
+
+
+# A gang whose ranks lie on this node and on the follower
+
+
+@asynccontextmanager
+async def spread_gang(place, nodes, *, misbehaves=None, num_here=1):
+    directory = RunDirectory(place.run_dir)
+    directory.create()
+    env = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p),
+        "FAKE_RANK": json.dumps(misbehaves or {}),
+    }
+    here = (AgentSite(node=0, host="127.0.0.1", num_ranks=1, env=env),) * num_here
+    there = AgentSite(node=1, host="127.0.0.1", num_ranks=1, env={"FAKE_RANK": env["FAKE_RANK"]})
+    agents = (*here, there)
+    gang_site = GangSite(
+        run_id=place.run_id,
+        directory=directory,
+        placement=TrainPlacement(
+            tp=1, pp=1, cp=1, ep=1, dp=len(agents), slots=tuple(range(len(agents)))
+        ),
+        device="cpu",
+        env={},
+        agents=agents,
+        launcher=(sys.executable, str(CHILDREN / "fake_torchrun.py")),
+        program=(str(CHILDREN / "fake_rank.py"),),
+    )
+
+    async def choose(attempt):
+        return None
+
+    remote = RemoteSpawner(nodes.node)
+
+    async def hold(node):
+        if node:
+            return await remote_port(nodes.node, "127.0.0.1", 0)
+        return lease_port("127.0.0.1")
+
+    gang = Gang(
+        gang_site,
+        spawner=AgentsSpawner(lambda node: remote if node else place.spawner, hold),
+        config=config(),
+        choose=choose,
+        post=place.post,
+        rng=Random(5),
+        hindrance=nodes.node.hindrance,
+    )
+    async with anyio.create_task_group() as tasks:
+
+        async def welcome(hello, link):
+            try:
+                await gang.welcome(hello, link)
+            except PeerError:
+                pass
+            finally:
+                link.close()
+
+        nodes.node.on_rank = lambda linked, link: tasks.start_soon(welcome, linked.hello, link)
+        tasks.start_soon(gang.run)
+        yield gang
+        gang.stop()
+        with anyio.fail_after(30):
+            await gang.until_down()
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("num_here", [0, 1])
+async def test_ranks_of_two_nodes_work_together_and_leave_together(tmp_path, num_here):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        async with spread_gang(place, nodes, num_here=num_here) as gang:
+            await ready(place, within_s=30)
+            everybody = list(range(num_here + 1))
+            assert sorted(gang.members) == everybody
+            sample = Sample("t", b"x" * (5 << 20), b"", b"", 0.0)
+            batch = TrainStep(1, (MiniBatch((sample,), 1, 1),))
+            await gang.broadcast(batch)
+            await until(lambda: trained(place, 1) == everybody, within_s=20)
+        (exited,) = [it for it in of(place, ChildExited) if it.child_id == "trainer"]
+        assert exited.asked_for
+        assert not running(place)
+    log = (tmp_path / "logs" / "trainer-1.log").read_text()
+    assert f"rank {num_here} leaves" in log
+
+
+@pytest.mark.case("R-B69")
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_rank_that_dies_on_either_node_takes_all_down_on_one_budget(tmp_path, rank):
+    misbehaves = {"rank": rank, "attempts": [1], "does": "kill"}
+    async with (
+        site(tmp_path) as place,
+        two_nodes(place) as nodes,
+        spread_gang(place, nodes, misbehaves=misbehaves) as gang,
+    ):
+        await ready(place, within_s=30)
+        first = running(place)
+        await gang.broadcast(TrainStep(1, ()))
+        await ready(place, 2, within_s=30)
+        assert not alive(first)
+        assert f"rank {rank} was killed by signal 9" in of(place, GangLost)[0].reason
+        assert gang.status().num_failures == 1
+        await gang.broadcast(TrainStep(1, ()))
+        await until(lambda: trained(place, 2) == [0, 1], within_s=20)
+
+
+async def test_the_loss_of_a_node_takes_the_gang_down_until_it_is_back(tmp_path):
+    async with (
+        site(tmp_path) as place,
+        two_nodes(place) as nodes,
+        spread_gang(place, nodes) as gang,
+    ):
+        await ready(place, within_s=30)
+        first = running(place)
+        nodes.net.is_silent = True
+        await until(lambda: of(place, GangLost), within_s=30)
+        assert "node 1 was lost" in of(place, GangLost)[0].reason
+        assert not alive(first)
+        await until(lambda: of(place, ChildWaiting), within_s=10)
+        await clock.sleep(2 * TERMS.lease_s)
+        assert not running(place)
+        nodes.net.mend()
+        await ready(place, 2, within_s=30)
+        await gang.send(Rank(1), TrainStep(1, ()))
+        await until(lambda: trained(place, 2) == [1], within_s=20)

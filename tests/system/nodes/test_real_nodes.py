@@ -1,0 +1,40 @@
+"""The whole job over three hosts with real parts: vLLM, torchrun, Megatron-Core on gloo."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from netns_hosts import hosts
+from node_runs import NodeRun
+
+ROOT = Path(__file__).parents[3]
+pytestmark = [pytest.mark.system, pytest.mark.long, pytest.mark.timeout(1500)]
+
+
+def test_servers_and_ranks_on_several_hosts_learn_together(tmp_path, quickstart):
+    options = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
+    with hosts(3) as made:
+        run = NodeRun(
+            made,
+            tmp_path,
+            gpus=(3, 2),
+            program=[sys.executable, "-m", "libra_supervisor.cli"],
+            base=options,
+            model_path=str(quickstart / "model"),
+            train_data=str(quickstart / "train.jsonl"),
+            total_steps=3,
+            node_lease_s=30,
+        )
+        run.start_all()
+        run.until_step(3, within_s=1200)
+        assert run.wait_all(within_s=200) == {0: 0, 1: 0, 2: 0}, run.said()
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    assert [it["node"] for it in plan["instances"]] == [0, 0, 1]
+    assert plan["train"]["nodes"] == [1, 2]
+    lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    # At staleness 0 the engines say of the weights what the trainer says, over the network too.
+    assert json.loads(lines[0])["kl_mismatch"] < 1e-3

@@ -1,0 +1,193 @@
+"""Sessions, members and terms where one input decides."""
+
+import msgspec
+import pytest
+
+from libra.errors import OverloadedError, PeerError, SiteError
+from libra.wire.node import PROTOCOL, Envelope, Hello, Refused
+from libra_supervisor.nodes.lease import Lease, LeaseTerms, Standing
+from libra_supervisor.nodes.members import Admitted, Charter, Members, NodeState
+from libra_supervisor.nodes.session import KeepLimits, Session
+from libra_supervisor.nodes.term import obey_term, read_term, take_term
+
+TERMS = LeaseTerms(lease_s=10.0, orphan_grace_s=30.0)
+
+
+def members(*, term=1):
+    return Members(
+        Charter(
+            run_id="r", run_directory="/r", term=term, leader="L", version="1", config_digest="d",
+            num_nodes=3, lease=TERMS,
+        ),
+        now=0.0,
+    )  # fmt: skip
+
+
+def hello(**changes):
+    known = Hello(
+        protocol=PROTOCOL, version="1", config_digest="d", run_id="", node=1, host="h",
+        boot_id="b", pid=7, start_ticks=9, dial=1,
+    )  # fmt: skip
+    return msgspec.structs.replace(known, **changes)
+
+
+def said(machine, said_hello, *, connection, now=0.0):
+    return machine.on_hello(
+        said_hello, connection=connection, fresh_session=f"s{connection}", now=now
+    )
+
+
+# Sessions
+
+
+def two_sides(**limits):
+    return Session(KeepLimits(**limits)), Session(KeepLimits(**limits))
+
+
+def test_what_was_under_way_when_a_connection_ended_is_sent_again_once():
+    here, there = two_sides()
+    sent = [here.put(b"%d" % number, beat=0) for number in range(5)]
+    assert [there.on_number(envelope.number) for envelope in sent[:2]] == [True, True]
+    again = here.resume(there.received, beat=3)
+    assert [(it.number, it.body, it.beat) for it in again] == [
+        (3, b"2", 3), (4, b"3", 3), (5, b"4", 3)
+    ]  # fmt: skip
+    assert not there.on_number(sent[1].number)
+    assert [there.on_number(envelope.number) for envelope in again] == [True] * 3
+    here.on_ack(there.received)
+    assert (here.num_kept, here.kept_bytes) == (0, 0)
+
+
+def test_what_makes_no_sense_is_an_error_of_the_peer():
+    here, there = two_sides()
+    here.put(b"x", beat=0)
+    with pytest.raises(PeerError, match="acknowledged"):
+        here.on_ack(2)
+    with pytest.raises(PeerError, match="came after 0"):
+        there.on_number(2)
+    here.on_ack(1)
+    with pytest.raises(PeerError, match="not kept"):
+        here.resume(0, beat=0)
+    with pytest.raises(PeerError, match="acknowledged"):
+        here.resume(9, beat=0)
+
+
+def test_what_is_kept_is_bounded_by_number_and_by_size():
+    few, _ = two_sides(num_messages=2)
+    few.put(b"", beat=0)
+    few.put(b"", beat=0)
+    with pytest.raises(OverloadedError, match="2 messages"):
+        few.put(b"", beat=0)
+    few.on_ack(1)
+    few.put(b"", beat=0)
+    small, _ = two_sides(num_bytes=1000)
+    small.put(b"x" * 900, beat=0)
+    with pytest.raises(OverloadedError, match="wait for the other node"):
+        small.put(b"x" * 100, beat=0)
+    with pytest.raises(OverloadedError, match="longer than the link takes"):
+        Session(KeepLimits()).put(b"x" * (9 << 20), beat=0)
+
+
+# The lease
+
+
+def test_a_confirmation_counts_from_when_the_sign_of_life_was_sent():
+    lease = Lease(TERMS, now=0.0)
+    assert lease.standing(now=0.0) is Standing.LET_GO
+    first, second = lease.beat(now=1.0), lease.beat(now=2.0)
+    lease.on_heard(second)
+    assert (lease.until, lease.standing(now=11.9)) == (12.0, Standing.HELD)
+    lease.on_heard(first)
+    assert lease.until == 12.0
+    assert lease.standing(now=12.0) is Standing.LET_GO
+    assert lease.standing(now=42.0) is Standing.OVER
+
+
+def test_after_its_end_an_older_sign_of_life_confers_nothing():
+    lease = Lease(TERMS, now=0.0)
+    number = lease.beat(now=1.0)
+    lease.end(now=2.0)
+    lease.on_heard(number)
+    assert lease.standing(now=2.0) is Standing.LET_GO
+
+
+def test_signs_of_life_that_nobody_confirms_do_not_pile_up():
+    lease = Lease(TERMS, now=0.0)
+    for number in range(5000):
+        lease.beat(now=number)
+    assert len(lease._open) == 1024
+
+
+# Members
+
+
+def test_a_hello_that_was_overtaken_on_its_way_is_refused():
+    machine = members()
+    assert isinstance(said(machine, hello(dial=2), connection=2), Admitted)
+    for late in (hello(dial=1), hello(dial=2), hello(pid=6, start_ticks=8, dial=5)):
+        answer = said(machine, late, connection=1)
+        assert isinstance(answer, Refused)
+        assert not answer.is_final
+    assert machine[1].session_id == "s2"
+    resumed = said(machine, hello(dial=3, session="s2"), connection=3)
+    assert isinstance(resumed, Admitted)
+    assert resumed.replaced == 2
+    assert isinstance(said(machine, hello(dial=2, session="s2"), connection=4), Refused)
+    assert machine[1].connection == 3
+
+
+def test_messages_of_a_connection_that_was_replaced_count_no_more():
+    machine = members()
+    said(machine, hello(), connection=1)
+    said(machine, hello(dial=2, session="s1"), connection=2)
+    with pytest.raises(PeerError, match="is over"):
+        machine.on_envelope(1, Envelope(0, 5), now=1.0)
+    with pytest.raises(PeerError, match="is over"):
+        machine.beat(1)
+    assert machine[1].heard == 0
+
+
+def test_a_node_that_falls_silent_is_suspected_then_lost_and_returns():
+    machine = members()
+    said(machine, hello(), connection=1)
+    machine.on_envelope(1, Envelope(0, 1), now=1.0)
+    assert machine.next_deadline() == 1.0 + TERMS.suspect_after_s
+    assert machine.on_time(now=5.9) == ()
+    (suspected,) = machine.on_time(now=6.0)
+    assert suspected.reason == "it is silent"
+    assert not machine.has_let_go(1, now=6.0)
+    assert machine.on_time(now=1.0 + TERMS.lost_after_s - 0.1) == ()
+    assert machine.next_deadline() == 1.0 + TERMS.lost_after_s
+    machine.on_time(now=1.0 + TERMS.lost_after_s)
+    assert machine.state_of(1) is NodeState.LOST
+    assert machine.has_let_go(1, now=99.0)
+    assert isinstance(said(machine, hello(dial=2, session="s1"), connection=2), Refused)
+    answer = said(machine, hello(dial=3), connection=3, now=99.0)
+    assert [type(it).__name__ for it in answer.news] == ["NodeJoined"]
+    assert answer.news[0].is_return
+
+
+def test_a_later_leader_waits_for_the_leases_of_the_one_before():
+    machine = members(term=2)
+    said(machine, hello(), connection=1)
+    assert not machine.reigns(now=TERMS.lost_after_s - 0.1)
+    assert machine.reigns(now=TERMS.lost_after_s)
+    assert members().reigns(now=0.0)
+
+
+# Terms
+
+
+def test_every_leader_has_a_higher_term_than_all_before_it(tmp_path):
+    assert read_term(tmp_path) is None
+    assert [take_term(tmp_path, f"L{number}") for number in range(3)] == [1, 2, 3]
+    assert read_term(tmp_path).leader == "L2"
+    obey_term(tmp_path, 9, "other")
+    assert take_term(tmp_path, "L3") == 10
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"term": "x"}', b'{"term": 1}', b"\xff"])
+def test_a_damaged_term_is_not_taken_for_none(tmp_path, content):
+    (tmp_path / "term.json").write_bytes(content)
+    with pytest.raises(SiteError, match="two leaders"):
+        take_term(tmp_path, "L")
