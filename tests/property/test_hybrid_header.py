@@ -197,6 +197,12 @@ def test_a_member_counts_only_if_no_lane_says_otherwise(lanes, data):
             )
 
 
+@pytest.mark.parametrize(("norm", "verdict"), [(9.9, Fault.NONE), (10.1, Fault.NORM)])
+def test_the_limit_is_one_of_norms_and_not_of_their_squares(norm, verdict):
+    totals = votes([Ballot(Fault.NONE, (2.0 * norm) ** 2)], own_square_sum=4.0)
+    assert verdicts(totals, reference_square_sum=4.0, norm_limit=10.0) == (verdict,)
+
+
 def test_ranks_without_a_lane_change_no_verdict():
     head = votes([Ballot(Fault.NONE, 4.0), Ballot(Fault.LATE)], own_square_sum=1.0)
     other = votes([Ballot(Fault.NONE), Ballot(Fault.NONE)], own_square_sum=1.0)

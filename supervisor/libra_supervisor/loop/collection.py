@@ -30,9 +30,7 @@ class Collection:
         self.num_retries = 0
 
     def begin(self, *, now: float) -> None:
-        """The trainer waits for a batch."""
-        if self._since is None:
-            self.num_retries = 0
+        """The trainer waits for a batch; retries count on where it has waited for it before."""
         self._since = now
 
     def end(self) -> None:
