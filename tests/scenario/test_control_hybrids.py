@@ -19,6 +19,7 @@ from libra.pools.hybrid import HybridState
 from libra.wire.hybrid import LaneAddress, LaneOpened
 from libra_supervisor import events
 from libra_supervisor.loop import commands
+from libra_supervisor.loop.hybrid_desk import Done
 from libra_supervisor.loop.plan_desk import PlanDesk
 
 
@@ -182,6 +183,7 @@ def test_a_replica_that_waited_for_the_lanes_of_a_lost_core_is_not_sent_to_the_n
     desk = world.hybrids
     desk.on_core_begins(1)
     name = world.attach()
+    assert desk.on_boundary(0, is_saving=False) == Done(), "nobody is there to take a snapshot"
     desk.on_core_ready()
     desk.on_replica_ready(name, now=0.0)
     opening, snapshot = desk.on_boundary(0, is_saving=False).commands

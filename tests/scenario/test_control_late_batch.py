@@ -5,13 +5,19 @@ from random import Random
 import msgspec
 import pytest
 
-from control_world import RandomWorld
-from libra.ids import ReplicaId, SlotId
+from control_world import RandomWorld, plan_of
+from libra.config.model import ModelConfig
+from libra.config.planning import PlannerConfig
+from libra.config.run import RunConfig
+from libra.config.training import TrainingConfig
+from libra.ids import InstanceId, ReplicaId, SlotId
 from libra.planner.plan import HybridPlacement
+from libra.pools.change_policy import policy_of
 from libra.rollouts.evaluation import is_evaluated
 from libra_supervisor import events
 from libra_supervisor.loop.collection import CollectionTerms
 from libra_supervisor.loop.cycle import Phase
+from libra_supervisor.loop.plan_desk import PlanDesk
 
 TIMEOUT_S = 100.0
 
@@ -27,10 +33,10 @@ class StuckWorld(RandomWorld):
         return is_stuck and any(event.group_id.startswith(f"{name}/") for name in self.stuck)
 
 
-def stuck_world(stuck, *, offpolicyness=0.0, **terms):
+def stuck_world(stuck, *, offpolicyness=0.0, plans=None, **terms):
     terms = CollectionTerms(**{"timeout_s": TIMEOUT_S, "max_retries": 1, **terms})
     # A batch is two groups of two; without staleness nothing is admitted beyond it.
-    world = StuckWorld(total_steps=2, offpolicyness=offpolicyness, collection=terms)
+    world = StuckWorld(total_steps=2, offpolicyness=offpolicyness, collection=terms, plans=plans)
     world.stuck = stuck
     world.boot()
     while world.step(Random(1)):
@@ -133,6 +139,28 @@ def test_a_sample_younger_than_the_limit_is_left_alone():
     pass_time(world, 1)
     assert len(world.missing) == 1
     assert world.asked_again == []
+
+
+def test_while_servers_come_and_go_the_clock_stands_too():
+    options = {"runtime_dynamic_reconfiguration_enabled": True}
+    policy = policy_of(msgspec.convert(options, PlannerConfig), num_slots=3)
+    before = plan_of([InstanceId("vllm-0"), InstanceId("vllm-1")])
+    config = RunConfig(
+        model=ModelConfig(model_path="m"),
+        training=TrainingConfig(batch_size=4, micro_batch_size=1),
+    )
+    world = stuck_world(("p0",), plans=PlanDesk(before, policy, config=config))
+    less = msgspec.structs.replace(before, instances=before.instances[:1])
+    world.post(events.ReconfigurationWanted(1, less, "test"))
+    assert not world.control.cycle.is_hold_wanted
+    # The drain is not over yet.
+    pass_time(world, TIMEOUT_S)
+    assert world.missing == []
+    while world.step(Random(1)):
+        pass
+    assert world.reconfigurations[0].record.outcome == "done"
+    pass_time(world, TIMEOUT_S)
+    assert len(world.asked_again) == 1
 
 
 def test_while_the_trainer_is_held_for_a_change_of_the_plan_the_clock_stands():

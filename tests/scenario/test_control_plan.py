@@ -253,6 +253,27 @@ def test_only_one_change_at_a_time_and_none_before_a_version_is_served():
     assert records(world)[3].reason == "this plan is in force already"
 
 
+def test_no_change_begins_once_the_run_is_stopping():
+    world, rng = elastic(), Random(7)
+    until(world, rng, a_step_is_trained)
+    world.post(events.StopRequested("an operator", now=False))
+    want(world, plan([2], [0]))
+    [record] = records(world)
+    assert (record.outcome, record.reason) == ("refused", "the run is stopping: an operator")
+    world.run(rng)
+    assert world.ended.exit_code == 0
+
+
+def test_replicas_of_a_core_with_fewer_data_ranks_than_experts_are_refused():
+    world, rng = elastic(), Random(7)
+    until(world, rng, a_step_is_trained)
+    wanted = plan([2, 5], [0], [1])
+    core = msgspec.structs.replace(wanted.train, dp=1, cp=2, ep=2)
+    want(world, msgspec.structs.replace(wanted, train=core))
+    [record] = records(world)
+    assert record.reason == "a replica has 2 data-parallel ranks, for EP 2, and the core only 1"
+
+
 def test_a_plan_that_the_batch_does_not_divide_over_is_refused():
     world, rng = elastic(), Random(7)
     until(world, rng, a_step_is_trained)
@@ -390,6 +411,25 @@ def test_replicas_of_the_plan_in_force_are_attached_again_by_the_next_supervisor
     [record] = records(second)
     assert (record.outcome, record.attached) == ("done", ("hybrid-3",))
     assert second.replicas.members == {"hybrid-3"}
+
+
+def test_a_change_that_turned_round_is_resumed_without_the_replicas_before_it():
+    world, rng = elastic(), Random(11)
+    until(world, rng, a_step_is_trained)
+    want(world, plan([2], [0], [1]))
+    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    old = world.control.plans.plan
+    assert old.hybrids
+    wanted = msgspec.structs.replace(old, hybrids=(), instances=plan_of(IDS).instances)
+    order = Order(
+        decision_id=2, reason="r", old=old, wanted=wanted, is_turned=True, turned_by="a limit"
+    )
+    alone = msgspec.structs.replace(old, hybrids=())
+    second = resumed(world, PlanMemory(plan=alone, next_number=9, order=order))
+    until(second, rng, lambda w: len(w.reconfigurations) == 1)
+    [record] = records(second)
+    assert (record.outcome, record.plan.hybrids) == ("rolled_back", ())
+    assert second.replicas.members == set()
 
 
 def test_too_little_left_of_a_change_is_not_started_with_but_the_plan_before():

@@ -302,6 +302,23 @@ def test_an_instance_of_both_plans_that_is_given_up_is_left_out_of_what_is_in_fo
     assert [it.instance_id for it in machine.result.plan.instances] == [B, C]
 
 
+def test_a_way_back_on_which_an_instance_is_given_up_has_not_brought_the_plan_back():
+    machine = change(TWO, plan(core(0), instance(B, 2), instance(C, 1)))
+    machine.begin(now=0.0)
+    machine.on_drained(A, now=1.0)
+    machine.on_gone(A, now=2.0)
+    assert said(machine.on_gave_up(C, "no memory", now=3.0)) == [
+        "start vllm-0 (TP 1, slots 1)",
+        "wait until vllm-0 serves",
+    ]
+    assert machine.on_gave_up(A, "no memory", now=4.0) == ()
+    assert (machine.result.outcome, machine.result.reason) == (
+        "failed",
+        "vllm-2 was given up: no memory",
+    )
+    assert machine.result.plan == plan(core(0), instance(B, 2))
+
+
 def test_a_ground_with_two_owners_of_a_slot_is_a_bug():
     wanted = plan(core(0), instance(A, 1), instance(B, 1))
     with pytest.raises(InvariantError, match="two owners"):

@@ -120,6 +120,11 @@ class PlanDesk:
         """What keeps this run from any plan like `wanted`; empty when nothing does."""
         if wanted.hybrids and self.hybrids is None:
             return "this run cannot have hybrid replicas"
+        if wanted.hybrids and wanted.train.dp < wanted.train.ep:
+            return (
+                f"a replica has {wanted.train.ep} data-parallel ranks, for EP {wanted.train.ep}, "
+                f"and the core only {wanted.train.dp}"
+            )
         # As if it had been configured: batches have to divide, degrees to fit the model.
         known = check_rules(planned_config(self._config, self.plan))
         for problem in check_rules(planned_config(self._config, wanted)):
