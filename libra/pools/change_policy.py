@@ -108,8 +108,8 @@ def judged(
     """
     if why := _forbidden(policy, old, wanted) or _below_minima(policy, wanted):
         return Refusal(why)
-    if any(slot >= policy.num_slots for _, slot in slots_of(wanted)):
-        return Refusal(f"the plan uses more than the {policy.num_slots} devices there are")
+    if why := devices_missing(policy, wanted):
+        return Refusal(why)
     if lost := sorted(set(slots_of(wanted)) & ground.lost):
         return Refusal(f"slot {lost[0][1]} is held by a process that does not end")
     both = {it.instance_id for it in old.instances} & {it.instance_id for it in wanted.instances}
@@ -121,6 +121,13 @@ def judged(
         words = tuple(map(in_words, listed))
         return Refusal("runtime_training_pool_plan_only: written down, not made", words)
     return listed
+
+
+def devices_missing(policy: Policy, wanted: Plan) -> str:
+    """In words that the plan needs devices that are not there; empty when it does not."""
+    if all(slot < policy.num_slots for _, slot in slots_of(wanted)):
+        return ""
+    return f"the plan uses more than the {policy.num_slots} devices there are"
 
 
 def _forbidden(policy: Policy, old: Plan, wanted: Plan) -> str:

@@ -281,6 +281,44 @@ def test_the_epoch_changes_with_the_membership_and_only_then():
     assert (epochs, begun.epoch, begun.members) == ([1, 1], 2, ())
 
 
+def test_another_member_in_the_place_of_one_is_another_epoch():
+    pool, name = pool_with_member()
+    other = ReplicaId("hybrid-1")
+    pool.on_attach(other)
+    pool.on_ready(other, now=1.0)
+    pool.on_step_begins(5, (0,))
+    pool.on_trained(5, {})
+    pool.on_boundary(step=5, is_saving=False)
+    pool.on_saved(5)
+    before, _ = pool.on_step_begins(6, (0,))
+    pool.on_joined(other, 5, now=2.0)
+    pool.on_trained(6, {})
+    pool.on_detach(name)
+    after, _ = pool.on_step_begins(7, (0,))
+    assert (before.members, after.members) == ((name,), (other,))
+    assert after.epoch == before.epoch + 1
+
+
+def test_processes_that_still_come_up_have_a_limit_of_their_own():
+    pool = HybridPool(join_timeout_s=TIMEOUT_S)
+    pool.on_attach(ReplicaId("hybrid-0"))
+    assert pool.on_tick(now=10 * TIMEOUT_S) == ()
+    pool.on_ready(ReplicaId("hybrid-0"), now=10 * TIMEOUT_S)
+    assert pool.on_tick(now=11 * TIMEOUT_S - 1) == ()
+    (stop,) = pool.on_tick(now=11 * TIMEOUT_S)
+    assert stop.reason == "joining for 100 s"
+
+
+def test_a_core_lost_while_it_takes_a_snapshot_is_asked_for_another_when_it_is_back():
+    pool = HybridPool(join_timeout_s=TIMEOUT_S)
+    for step, name in ((4, ReplicaId("hybrid-0")), (2, ReplicaId("hybrid-1"))):
+        pool.on_attach(name)
+        pool.on_ready(name, now=0.0)
+        assert pool.on_boundary(step=step, is_saving=False) == (TakeSnapshot(step),)
+        assert pool.on_core_lost() == (StopReplica(name, "the core was lost"),)
+        pool.on_down(name, "it was told to leave")
+
+
 def test_a_step_that_a_joiner_missed_is_followed_once_it_is_there():
     pool = HybridPool(join_timeout_s=TIMEOUT_S)
     name = ReplicaId("hybrid-0")

@@ -432,6 +432,26 @@ def test_a_change_that_turned_round_is_resumed_without_the_replicas_before_it():
     assert second.replicas.members == set()
 
 
+def test_a_resumed_run_does_without_devices_that_are_gone():
+    world, rng = elastic(), Random(11)
+    until(world, rng, a_step_is_trained)
+    before = world.control.plans.plan
+    plans = world.control.plans
+    plans.policy = msgspec.structs.replace(plans.policy, num_slots=3)
+    lent = plan([2], [0, 1], [4]).hybrids
+    memory = PlanMemory(plan=msgspec.structs.replace(before, hybrids=lent), next_number=9)
+    second = resumed(world, memory)
+    until(second, rng, lambda w: len(w.reconfigurations) == 1)
+    assert records(second)[0].plan == before
+    assert second.replicas.members == set()
+    order = Order(decision_id=2, reason="r", old=before, wanted=plan([2], [0, 1, 3]))
+    third = resumed(world, PlanMemory(plan=before, next_number=9, order=order))
+    until(third, rng, lambda w: len(w.reconfigurations) == 1)
+    [record] = records(third)
+    assert (record.outcome, record.plan) == ("rolled_back", before)
+    assert record.reason == "the plan uses more than the 3 devices there are"
+
+
 def test_too_little_left_of_a_change_is_not_started_with_but_the_plan_before():
     small, whole = plan([2], [0]), plan([2], [0, 1])
     order = Order(decision_id=1, reason="r", old=whole, wanted=plan([2], [3, 4]))

@@ -8,6 +8,7 @@ from libra.config.data import DataConfig
 from libra.config.environment import Environment
 from libra.config.load import LoadedConfig
 from libra.config.model import ModelConfig
+from libra.config.planning import PlannerConfig
 from libra.config.rollout import HeterogeneousRolloutConfig, RolloutConfig, TpBucket
 from libra.config.run import RunConfig
 from libra.config.run_control import RunControlConfig
@@ -31,6 +32,7 @@ from libra_supervisor.app.launch import (
     choose_directory,
     new_run_id,
     num_gpus_of,
+    num_slots_of,
 )
 from libra_supervisor.app.parts import buffer_limits
 from libra_supervisor.doctor.devices import cuda_devices, resolved_device, slot_devices
@@ -123,6 +125,32 @@ def test_a_resumed_run_plans_for_all_its_devices_lent_and_idle_ones_too(working)
     fewer = {"training": TrainingConfig(train_gpus=1), "rollout": RolloutConfig(rollout_gpus=1)}
     loaded = msgspec.structs.replace(asked.loaded, config=config(**fewer))
     assert num_gpus_of(msgspec.structs.replace(launch, loaded=loaded)) == 3
+
+
+def test_slots_that_were_lent_are_there_after_a_resume_on_cpu(working):
+    core = TrainPlacement(tp=1, pp=1, cp=1, ep=1, dp=1, slots=(SlotId(0),))
+    server = InstancePlacement(instance_id=InstanceId("vllm-0"), tp=1, slots=(SlotId(1),))
+    lent = HybridPlacement(replica_id=ReplicaId("hybrid-1"), slots=(SlotId(2000),))
+    alone = Plan(strategy="grp", train=core, instances=(server,))
+    changes = PlannerConfig(runtime_dynamic_reconfiguration_enabled=True)
+    launch = Launch(
+        config=config(global_resource_planner=changes),
+        directory=RunDirectory(working),
+        plan=alone,
+        given=config(),
+        report=None,
+        book=None,
+        store=None,
+        device="cpu",
+        devices=(),
+        environ={},
+        loaded=request().loaded,
+        is_resume=True,
+        memory=PlanMemory(plan=msgspec.structs.replace(alone, hybrids=(lent,)), next_number=2),
+    )
+    assert num_slots_of(launch) == 2001
+    assert num_slots_of(msgspec.structs.replace(launch, memory=None)) < 2001
+    assert num_slots_of(msgspec.structs.replace(launch, config=config())) == 2
 
 
 def test_resume_with_nothing_to_resume_says_where_it_looked(working):

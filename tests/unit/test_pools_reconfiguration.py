@@ -218,6 +218,13 @@ def test_a_change_that_the_configuration_does_not_allow_is_refused_with_the_reas
     assert listed(TWO, wanted, **options) == [why]
 
 
+def test_slots_that_the_core_gives_to_rollout_change_sides_too():
+    old = plan(core(0, 3), instance(A, 1), instance(B, 2))
+    wanted = plan(core(0), instance(A, 1), instance(B, 2), instance(C, 3))
+    (why,) = listed(old, wanted, runtime_cluster_swap_enabled=False)
+    assert why.startswith("slots 3 would change sides between the core and rollout")
+
+
 def test_slots_of_a_process_that_does_not_end_are_never_used_again():
     wanted = plan(core(0), instance(A, 1), instance(B, 2), instance(C, 3))
     there = msgspec.structs.replace(ground(TWO), lost=frozenset({(0, SlotId(3))}))

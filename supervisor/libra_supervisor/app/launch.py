@@ -248,11 +248,7 @@ def _on_devices(launch: Launch, *, held: Held) -> Launch:
     if beyond:
         raise ConfigProblemsError(beyond, subject="the plan")
     plan, root = launch.plan, launch.directory.root
-    own = [slot for node, slot in slots_of(plan) if not node]
-    num_slots = 1 + max(own, default=-1)
-    if launch.config.global_resource_planner.runtime_dynamic_reconfiguration_enabled:
-        # What the plan does not use is spare, for another plan.
-        num_slots = max(num_slots, num_slots_here(launch.device, launch.environ))
+    num_slots = num_slots_of(launch)
     devices = slot_devices(launch.device, num_slots=num_slots, environ=launch.environ)
     findings = check_site(launch.config, plan, launch.device, root, held=held)
     failed = [finding for finding in findings if not finding.ok]
@@ -260,6 +256,25 @@ def _on_devices(launch: Launch, *, held: Held) -> Launch:
         raise SiteError("\n".join(f"{f.check}: {f.detail}; {f.advice}" for f in failed))
     cores = slot_cores(launch.device, devices)
     return msgspec.structs.replace(launch, devices=devices, cores=cores)
+
+
+def num_slots_of(launch: Launch) -> int:
+    """Slots that the plan of a launch or, where it may change, another one may use on this node."""
+    num_used = _num_slots_in(launch.plan)
+    if not launch.config.global_resource_planner.runtime_dynamic_reconfiguration_enabled:
+        return num_used
+    # What the plan does not use is spare, for another plan.
+    found = max(num_used, num_slots_here(launch.device, launch.environ))
+    if launch.device == "cuda" or launch.memory is None:
+        return found
+    # Slots share cores: what an earlier plan of the run had, or has lent, is still there.
+    earlier = (launch.memory.plan, launch.memory.in_force)
+    return max(found, num_gpus_of(launch), *map(_num_slots_in, earlier))
+
+
+def _num_slots_in(plan: Plan) -> int:
+    """On this node, up to the last one that is used."""
+    return 1 + max((slot for node, slot in slots_of(plan) if not node), default=-1)
 
 
 def new_run_id(directory: RunDirectory, wanted: str = "") -> RunId:

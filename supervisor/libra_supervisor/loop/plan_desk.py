@@ -107,10 +107,12 @@ class PlanDesk:
     def renamed(self, plan: Plan) -> Plan:
         """`plan` with fresh names for its replicas: they ended with the supervisor before.
 
-        Without any where this run cannot have replicas any more.
+        Without those that this run cannot have any more, for whatever reason.
         """
         hybrids = []
         for hybrid in plan.hybrids if self.hybrids is not None else ():
+            if max(hybrid.slots) >= self.policy.num_slots:
+                continue
             name = ReplicaId(f"hybrid-{self._next_number}")
             self._next_number += 1
             hybrids.append(msgspec.structs.replace(hybrid, replica_id=name))

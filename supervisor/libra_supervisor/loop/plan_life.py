@@ -7,7 +7,7 @@ import msgspec
 
 from libra.ids import InstanceId
 from libra.planner.plan import Plan
-from libra.pools.change_policy import Refusal, judged
+from libra.pools.change_policy import Refusal, devices_missing, judged
 from libra.pools.ground import Hybrid
 from libra.pools.member import MemberState
 from libra.pools.reconfiguration import Order, Reconfiguration, Result
@@ -164,6 +164,8 @@ def _resume(state: RunState, at: Moment) -> tuple[Command, ...]:
     # Replicas ended with their supervisor: those of the plan before are not attached again.
     old = msgspec.structs.replace(order.old, hybrids=())
     order = msgspec.structs.replace(order, old=old, wanted=plans.renamed(order.wanted))
+    if not order.is_turned and (why := devices_missing(plans.policy, order.wanted)):
+        order = msgspec.structs.replace(order, is_turned=True, turned_by=why)
     placements = {it.instance_id: it for it in (*order.old.instances, *order.wanted.instances)}
     plans.change = change = Reconfiguration(
         order,
