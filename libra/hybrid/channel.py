@@ -50,9 +50,12 @@ class Channel:
             try:
                 view = view[self._socket.send(view) :]
             except TimeoutError:
-                _check(deadline, "reading what we send")
+                pass
             except OSError as error:
                 raise ClosedError(f"the lane broke: {error.strerror}") from error
+            if view:
+                # Also of one that takes a little, again and again.
+                _check(deadline, "reading what we send")
 
     def send_with(self, data: bytes, descriptors: Sequence[int], *, deadline: float) -> None:
         """Send `data` and open descriptors, on a Unix socket."""
@@ -78,6 +81,9 @@ class Channel:
             if not num_bytes:
                 raise ClosedError("the other side closed the lane")
             view = view[num_bytes:]
+            if view:
+                # Also of one that sends a little, again and again.
+                _check(deadline, "sending")
 
     def receive(self, num_bytes: int, *, deadline: float | None, beat: Beat = no_beat) -> bytes:
         buffer = bytearray(num_bytes)

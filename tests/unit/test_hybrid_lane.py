@@ -1,6 +1,7 @@
 """Lanes over real sockets: honest members, and everyone else."""
 
 import os
+import socket
 import stat
 
 import numpy as np
@@ -26,7 +27,7 @@ from lanes import (
 from libra import clock
 from libra.errors import PeerError, SiteError
 from libra.hybrid import entrance, proof
-from libra.hybrid.channel import SharedValues
+from libra.hybrid.channel import Channel, LateError, SharedValues
 from libra.hybrid.fault import Fault
 from libra.hybrid.header import HEADER_BYTES, FrameDtype, FrameKind, Header, encode_header
 from libra.hybrid.proof import read_key, write_key
@@ -377,6 +378,32 @@ def test_two_members_are_told_apart():
             lane.send_gradient(fence(), (), sends(values(seed)))
         assert np.array_equal(collect(one).values, values(0))
         assert np.array_equal(collect(one, replica_id=other).values, values(1))
+
+
+class Dribbling:
+    """A connection whose other side does one byte at a time, and never lets us wait."""
+
+    family = socket.AF_UNIX
+
+    def settimeout(self, _seconds):
+        pass
+
+    def send(self, _view):
+        return 1
+
+    def recv_into(self, view):
+        view[0] = 7
+        return 1
+
+
+def test_one_that_does_a_little_again_and_again_is_late_all_the_same():
+    channel, over = Channel(Dribbling()), clock.monotonic() - 1
+    assert channel.receive(1, deadline=over) == b"\x07"
+    with pytest.raises(LateError, match="in sending"):
+        channel.receive(100, deadline=over)
+    channel.send(b"x", deadline=over)
+    with pytest.raises(LateError, match="in reading what we send"):
+        channel.send(bytes(100), deadline=over)
 
 
 def test_damaged_reduced_gradients_are_noticed_by_the_member():
