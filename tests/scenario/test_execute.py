@@ -14,7 +14,6 @@ from libra.pools.hybrid import BegunStep
 from libra.rollouts.batch import BatchShape
 from libra.rollouts.buffer import BufferState
 from libra.storage import arrival
-from libra.storage.atomic import atomic_write
 from libra.weights.manifest import MANIFEST_NAME
 from libra.wire.rank import SaveCheckpoint
 from libra_supervisor.loop import commands, execute
@@ -170,7 +169,10 @@ class Export:
         # Whole files at once, as they appear on a shared disk: the check looks all the time.
         for path, content in sorted(self.files.items(), key=lambda it: it[0].name == MANIFEST_NAME):
             if not path.exists() or path.read_bytes() != content:
-                atomic_write(path, content)
+                # From beside: a half-written file in the directory would be one too many.
+                beside = self.path.with_suffix(".shown")
+                beside.write_bytes(content)
+                beside.replace(path)
 
     async def post(self, event) -> None:
         self.said.append(event)

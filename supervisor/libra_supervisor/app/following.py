@@ -50,7 +50,7 @@ from libra_supervisor.process.spawn import LinuxSpawner, become_subreaper
 from libra_supervisor.process.sweep import end_run
 from libra_supervisor.process.tree import StopDeadlines
 from libra_supervisor.ranks.link import accept_ranks, rank_socket
-from libra_supervisor.run_directory import RunDirectory
+from libra_supervisor.run_directory import RunDirectory, holder_of
 
 GLOO_VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -152,6 +152,9 @@ class _Follower:
 
     async def to_end(self) -> Outcome:
         kernel = Linux()
+        holder = await anyio.to_thread.run_sync(holder_of, self._following.directory)
+        if holder is not None:
+            raise SiteError(f"{holder} leads this run on this very machine, which is one node")
         # What an earlier process of this node left behind: nobody could end it later.
         for row in await end_run(self._run_id, kernel):
             _log.warning("leftover_does_not_end", pid=row.pid, name=row.name)
