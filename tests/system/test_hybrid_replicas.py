@@ -15,12 +15,10 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 WITHIN_S = 240.0
 
 
-@pytest.fixture
-def run(tmp_path):
-    one = FakeRun(
-        tmp_path,
+def made_in(folder, **options) -> FakeRun:
+    return FakeRun(
+        folder,
         has_real_trainer=True,
-        train_gpus=1,
         # The fake servers' logprobs are not those of the trainer's model.
         rollout_weight_sync_mode="none",
         max_head_offpolicyness=float("inf"),
@@ -29,7 +27,21 @@ def run(tmp_path):
             "runtime_reconfigure_training": True,
             "runtime_reconfigure_timeout_s": WITHIN_S,
         },
+        **options,
     )
+
+
+@pytest.fixture
+def run(tmp_path):
+    one = made_in(tmp_path, train_gpus=1)
+    yield one
+    one.end()
+
+
+@pytest.fixture
+def run_of_four(tmp_path):
+    """Four core ranks, on slots 2 to 5."""
+    one = made_in(tmp_path, train_gpus=4, micro_batch_size=1, recompute_micro_batch_size=1)
     yield one
     one.end()
 
@@ -87,3 +99,31 @@ def test_a_replica_that_is_killed_costs_the_run_nothing_but_the_replica(run):
     assert run.steps() == list(range(1, len(run.steps()) + 1))
     assert run.call("stop").returncode == 0
     assert run.wait() == 0
+
+
+@pytest.mark.long
+def test_a_replica_has_the_layout_that_the_core_came_to_and_comes_back_with_a_resume(run_of_four):
+    run = run_of_four
+    run.start()
+    run.until_step(2, within_s=WITHIN_S)
+    plan = plan_in(run.run_dir)
+    core = msgspec.structs.replace(plan.train, tp=2, dp=1, slots=(SlotId(2), SlotId(3)))
+    want(run.run_dir, msgspec.structs.replace(plan, train=core), decision_id=1)
+    assert ended(run, 1).outcome == "done"
+    run.until_step(max(run.steps()) + 1, within_s=WITHIN_S)
+    replica = HybridPlacement(replica_id=ReplicaId("any"), slots=(SlotId(4), SlotId(5)))
+    wanted = msgspec.structs.replace(plan_in(run.run_dir), hybrids=(replica,))
+    want(run.run_dir, wanted, decision_id=2)
+    lent = ended(run, 2)
+    assert (lent.outcome, len(lent.attached)) == ("done", 1), lent
+    run.kill()
+    run.start("--resume")
+    again = ended(run, 3)
+    assert (again.outcome, len(again.attached)) == ("done", 1), again
+    assert again.attached != lent.attached
+    run.until_step(max(run.steps()) + 3)
+    assert [it.slots for it in plan_in(run.run_dir).hybrids] == [(4, 5)]
+    assert not run.said("hybrid_lost")
+    assert run.call("stop").returncode == 0
+    assert run.wait() == 0
+    assert run.pids() == {}
