@@ -9,12 +9,17 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
+from itertools import count as numbers
 from pathlib import Path
 from shutil import which
 
 import psutil
 
 from processes import CHILDREN
+
+SETS = numbers()
+"""The kernel takes links down after `ip` has returned: no set of hosts uses names or networks of
+one before."""
 
 
 def call(program, *words):
@@ -28,11 +33,16 @@ def ip(*words):
 class Hosts:
     """`addresses` by rank."""
 
-    def __init__(self, key, count):
-        self.key = key
-        net = f"10.{100 + key % 100}.{key // 100 % 250}"
+    def __init__(self, count):
+        number = next(SETS)
+        self.key = f"{os.getpid()}x{number}"
+        mixed = os.getpid() + 97 * number
+        net = f"10.{100 + mixed % 100}.{mixed // 100 % 250}"
         self.addresses = [f"{net}.{rank + 1}" for rank in range(count)]
         self.processes = []
+        self.at_end = []
+        """Called when the processes have ended."""
+
         self.made = []
         """What to say to `ip` in the end."""
 
@@ -63,6 +73,8 @@ class Hosts:
         for process in self.processes:
             process.kill()
             process.wait()
+        for end in self.at_end:
+            end()
         for words in self.made:
             with suppress(subprocess.CalledProcessError):
                 ip(*words)
@@ -130,7 +142,7 @@ def crash(process):
 
 @contextmanager
 def hosts(count):
-    made = Hosts(os.getpid(), count)
+    made = Hosts(count)
     try:
         made.make()
         yield made

@@ -21,6 +21,7 @@ class NodeRun:
 
     def __init__(self, hosts, folder, *, program=None, **options):
         self.hosts, self.folder = hosts, folder
+        hosts.at_end.append(self.sweep)
         self.program = program or SUPERVISOR
         self.run_dir = folder / "run"
         with socket.socket() as probe:
@@ -87,6 +88,14 @@ class NodeRun:
         else:
             self.processes[0].kill()
             self.processes[0].wait()
+
+    def sweep(self):
+        """End what a leader that was killed has left on this machine."""
+        state = self.run_dir / "state.json"
+        if state.exists():
+            argv = [sys.executable, "-m", "libra_supervisor.process.sweep", str(state)]
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+            subprocess.run(argv, env=env, check=False)
 
     def steps(self):
         path = self.run_dir / "metrics.jsonl"
