@@ -162,7 +162,12 @@ def test_a_notice_at_any_time_stops_once_and_requeues(tmp_path, comes_at):
     ("arguments", "env", "code", "says"),
     [
         ([], {}, 2, "usage"),
-        (["run.yaml"], {"SLURM_JOB_NUM_NODES": "2"}, 2, "ask for --nodes=1"),
+        (
+            ["run.yaml"],
+            {"SLURM_JOB_NUM_NODES": "2"},
+            2,
+            "this script is for one node, and 2 were given",
+        ),
         (["run.yaml"], {"LIBRA_SUPERVISOR": "no-such-program"}, 5, "activate its environment"),
     ],
 )
