@@ -191,6 +191,13 @@ def test_no_prompt_visit_is_trained_on_twice(finished):
     assert set(visits(job.run_dir).values()) == {1}
 
 
+def is_rank(process) -> bool:
+    try:
+        return "libra.trainer" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
 def resumed_on_the_same_servers(job, quickstart, options):
     """SIGKILL the supervisor alone and start another: (its job, step restored, step killed at)."""
     run_dir = job.run_dir
@@ -200,6 +207,10 @@ def resumed_on_the_same_servers(job, quickstart, options):
     time.sleep(random.Random().uniform(0.0, 1.0))
     job.process.kill()
     job.process.wait()
+    # A rank that is writing a checkpoint may come to its end before it leaves.
+    left = [it for it in tagged_processes(run_dir) if it.pid not in serving]
+    ranks = [it for it in left if is_rank(it)]
+    assert psutil.wait_procs(ranks, timeout=30)[1] == []
     saved, killed_at = newest_checkpoint(run_dir), job.steps()[-1]["step"]
     log_sizes = log_bytes(run_dir)
     resumed = Job(run_dir, quickstart, *options, "--resume")

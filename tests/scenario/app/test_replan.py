@@ -68,7 +68,8 @@ def test_an_operator_sees_what_would_be_done_and_has_it_done(fake_run):
     assert run.status()["plan"] == decisions(run)[1]["candidate"]
     step = max(run.steps())
     run.until_step(step + 2)
-    assert run.steps() == list(range(1, len(run.steps()) + 1))
+    steps = run.steps()
+    assert steps == list(range(1, len(steps) + 1))
     kept = run.call("replan", "--dry-run")
     assert kept.stdout.startswith("plan kept (decision 3, after step ")
     assert run.call("stop").returncode == 0
