@@ -9,4 +9,4 @@ scripts/setup.sh --test
 scripts/check.sh
 printf '== system tests\n'
 export HF_HUB_OFFLINE=1
-exec .venv/bin/pytest -q tests/system -m "$selection" --timeout 900
+exec .venv/bin/pytest -q tests/system -m "$selection" --timeout 600

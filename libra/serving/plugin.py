@@ -1,4 +1,4 @@
-"""vLLM general plugin: methods of the engine process, and the engine of weight transfers.
+"""vLLM general plugin: methods of the engine process, transfers of weights, waiting.
 
 vLLM loads it in every process through the entry point in `plugin_path/`. It uses only
 `EngineCore.scheduler.requests` and `Request.num_output_tokens`, which vLLM 0.22 and 0.32 both
@@ -18,8 +18,11 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415 - only where vLLM is
         WeightTransferEngineFactory,
     )
+    from vllm.platforms import current_platform  # noqa: PLC0415 - only where vLLM is
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - only where vLLM is
 
+    if current_platform.is_cpu():
+        wait_without_yielding()
     if not hasattr(EngineCore, BEGIN_VERSION):
         # By name: torch and the group's code are loaded only where weights are transferred.
         WeightTransferEngineFactory.register_engine(
@@ -27,6 +30,19 @@ def register() -> None:
         )
     setattr(EngineCore, BEGIN_VERSION, begin_version)
     setattr(EngineCore, COUNT_TOKENS, count_tokens)
+
+
+def wait_without_yielding() -> None:
+    """Let the queues between an engine and its workers sleep while they wait, not sched_yield().
+
+    Where engines share cores with everything else, processes that yield to each other in a loop
+    keep other tasks from running for seconds on Linux 6.18, whose scheduler puts a yielding task
+    behind all that run. Seen there: a supervisor that wakes every 50 ms was late by 2 s, for as
+    long as an engine with a worker process generated. Sleeping costs about 60 us per message.
+    """
+    from vllm.distributed import utils  # noqa: PLC0415 - only where vLLM is
+
+    utils.USE_SCHED_YIELD = False
 
 
 def begin_version(core: Any, version: int) -> dict[str, int]:

@@ -64,8 +64,9 @@ async def post(url, path, body, *, token=TOKEN, **headers):
 
 async def until_answering(client, request_id, *, num_tokens=5):
     """Wait until more than `num_tokens` of the request's answer are there; returns how many."""
-    while (told := (await client.open_requests()).get(request_id, -1)) <= num_tokens:
-        await clock.sleep(0.02)
+    with anyio.fail_after(60):
+        while (told := (await client.open_requests()).get(request_id, -1)) <= num_tokens:
+            await clock.sleep(0.02)
     return told
 
 
