@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from libra.ids import ChildId, Incarnation, NodeRank, RunId
+from libra.wire.node_rollouts import RolloutOrder, RolloutWord
 from libra.wire.rank import Hello as RankHello
 
 NODE_PATH: Final = "/v1/node"
@@ -225,6 +226,7 @@ NodeCommand: TypeAlias = (
     | ToRank
     | DropRank
     | Leave
+    | RolloutOrder
 )
 
 
@@ -308,4 +310,6 @@ class StopAsked(msgspec.Struct, frozen=True, tag=True):
     in_hurry: bool
 
 
-NodeEvent: TypeAlias = NodeReply | ProcessEnded | RankLinked | FromRank | RankUnlinked | StopAsked
+NodeEvent: TypeAlias = (
+    NodeReply | ProcessEnded | RankLinked | FromRank | RankUnlinked | StopAsked | RolloutWord
+)

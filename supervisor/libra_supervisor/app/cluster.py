@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from itertools import groupby
 from random import Random
-from typing import Final, assert_never
+from typing import Final, Protocol, assert_never
 
 import anyio
 import anyio.abc
@@ -57,6 +57,19 @@ _DISMISS_S: Final = 5.0
 _POLL_S: Final = 0.1
 
 _log = get_log()
+
+
+class NodeListener(Protocol):
+    """Who wants to know which nodes come and go."""
+
+    def on_joined(self, node: NodeRank) -> None:
+        """A new session; whatever it did in an earlier one is over."""
+
+    def on_suspected(self, node: NodeRank) -> None: ...
+
+    def on_recovered(self, node: NodeRank) -> None: ...
+
+    def on_lost(self, node: NodeRank) -> None: ...
 
 
 class Cluster:
@@ -101,7 +114,14 @@ class Cluster:
         }
         self._tasks: anyio.abc.TaskGroup | None = None
         self._gang: Gang | None = None
+        self.listener: NodeListener | None = None
+        """Hears of nodes after their children have."""
+
         self._is_replaced = False
+
+    @property
+    def term(self) -> int:
+        return self._term
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -216,20 +236,28 @@ class Cluster:
             return lease_port(host)
         return await remote_port(self.nodes[node], host, 0)
 
-    async def _on_event(self, event: ClusterEvent) -> None:
+    async def _on_event(self, event: ClusterEvent) -> None:  # noqa: C901, PLR0912 - a table
         match event:
             case NodeSaid(node, said):
                 self.nodes[node].on_said(said)
             case NodeJoined(node, hello, is_return):
                 _log.info("node_joined", node=node, host=hello.host, is_return=is_return)
                 self.nodes[node].on_joined(())
+                if self.listener is not None:
+                    self.listener.on_joined(node)
             case NodeSuspected(node, reason):
                 _log.warning("node_suspected", node=node, why=reason)
+                if self.listener is not None:
+                    self.listener.on_suspected(node)
             case NodeRecovered(node):
                 _log.info("node_recovered", node=node)
+                if self.listener is not None:
+                    self.listener.on_recovered(node)
             case NodeLost(node, reason):
                 _log.warning("node_lost", node=node, why=reason)
                 self.nodes[node].on_lost(reason)
+                if self.listener is not None:
+                    self.listener.on_lost(node)
             case _:
                 assert_never(event)
 
