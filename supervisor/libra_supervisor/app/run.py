@@ -424,6 +424,7 @@ class Run:
                 instances=lambda: self._scheduler.instances(clock.now()),
                 write=RecordsWriter(launch.directory).write_reconfiguration,
                 post=self.inbox.post,
+                num_slots=len(launch.devices) if launch.site is None else None,
             ),
             last_decision_id=last_decision_id(launch.directory.reconfigurations),
             started_at=clock.now(),
