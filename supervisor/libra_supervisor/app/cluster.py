@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from itertools import groupby
 from random import Random
-from typing import Final, assert_never
+from typing import Final, TypeAlias, assert_never
 
 import anyio
 import anyio.abc
@@ -30,6 +30,7 @@ from libra.tracing.log import get_log
 from libra.version import __version__
 from libra.wire.api import NodeStatus
 from libra.wire.node import Leave, RankLinked, StopAsked
+from libra_supervisor import events
 from libra_supervisor.app.following import GLOO_VARIABLE, config_digest
 from libra_supervisor.events import StopRequested
 from libra_supervisor.instances.port_lease import lease_port
@@ -43,7 +44,13 @@ from libra_supervisor.nodes.members import (
     NodeRecovered,
     NodeSuspected,
 )
-from libra_supervisor.nodes.remote import RelayedLink, RemoteNode, RemoteSpawner, remote_port
+from libra_supervisor.nodes.remote import (
+    NOT_YET,
+    RelayedLink,
+    RemoteNode,
+    RemoteSpawner,
+    remote_port,
+)
 from libra_supervisor.nodes.site import LEADER, Site
 from libra_supervisor.nodes.term import read_term, take_term
 from libra_supervisor.nodes.transport import leader_tls, node_listener
@@ -52,6 +59,8 @@ from libra_supervisor.ranks.agents import AgentsSpawner, HeldPort
 from libra_supervisor.ranks.gang import Gang
 from libra_supervisor.ranks.torchrun import AgentSite
 from libra_supervisor.run_directory import RunDirectory
+
+ToLoop: TypeAlias = StopRequested | events.NodeJoined | events.NodeLost
 
 _DISMISS_S: Final = 5.0
 _POLL_S: Final = 0.1
@@ -70,7 +79,7 @@ class Cluster:
         *,
         site: Site,
         token: str,
-        post: Callable[[StopRequested], Awaitable[None]],
+        post: Callable[[ToLoop], Awaitable[None]],
     ) -> None:
         """`config` is what the nodes were started with, before a plan was written into it."""
         self.site = site
@@ -136,10 +145,13 @@ class Cluster:
     def gang_spawner(self, own: Spawner) -> AgentsSpawner:
         return AgentsSpawner(lambda node: self.spawner_for(node, own), self._hold_port)
 
-    async def gang_hindrance(self) -> str | None:
-        """Why no attempt may begin: every node has to be there, and nobody may obey another."""
-        for node in self.nodes.values():
-            if (reason := await node.hindrance()) is not None:
+    async def gang_hindrance(self, placement: TrainPlacement) -> str | None:
+        """Why no attempt may begin: its nodes have to be there, and nobody may obey another."""
+        if not self._end.reigns():
+            return NOT_YET
+        used = {placement.node_of_rank(rank) for rank in range(len(placement.slots))}
+        for node in sorted(used - {LEADER}):
+            if (reason := await self.nodes[node].hindrance()) is not None:
                 return reason
         return None
 
@@ -174,8 +186,8 @@ class Cluster:
             while any(record.session.num_kept for record in self._end.records):
                 await clock.sleep(_POLL_S)
 
-    def status(self) -> tuple[NodeStatus, ...]:
-        """Every node, this one first."""
+    def status(self, note_of: Callable[[NodeRank], str]) -> tuple[NodeStatus, ...]:
+        """Every node, this one first; `note_of` adds what the run makes of it."""
         now = clock.now()
         own = NodeStatus(node=0, host=self.site.own_host, state="leads", since_s=None, detail="")
         others = (
@@ -184,7 +196,7 @@ class Cluster:
                 host=self.site.hosts[record.node],
                 state=record.state.value,
                 since_s=now - record.since,
-                detail=record.why_silent,
+                detail="; ".join(filter(None, (record.why_silent, note_of(record.node)))),
             )
             for record in self._end.records
         )
@@ -223,6 +235,7 @@ class Cluster:
             case NodeJoined(node, hello, is_return):
                 _log.info("node_joined", node=node, host=hello.host, is_return=is_return)
                 self.nodes[node].on_joined(())
+                await self._post(events.NodeJoined(node))
             case NodeSuspected(node, reason):
                 _log.warning("node_suspected", node=node, why=reason)
             case NodeRecovered(node):
@@ -230,6 +243,7 @@ class Cluster:
             case NodeLost(node, reason):
                 _log.warning("node_lost", node=node, why=reason)
                 self.nodes[node].on_lost(reason)
+                await self._post(events.NodeLost(node, reason))
             case _:
                 assert_never(event)
 

@@ -14,7 +14,7 @@ from anyio.abc import TaskGroup
 from msgspec.structs import asdict, astuple
 
 from libra import clock
-from libra.ids import ChildId, InstanceId, RunId
+from libra.ids import ChildId, InstanceId, NodeRank, RunId
 from libra.planner.plan import plan_in_words
 from libra.planner.probe import SwitchPlan
 from libra.planner.replan import Replanner
@@ -232,7 +232,7 @@ class Run:
         self._replans = replans = self._replan_desk(forecaster)
         operator = self._operator(children, forecaster, replans)
         if cluster is not None:
-            operator.nodes = cluster.status
+            operator.nodes = lambda: cluster.status(self._note_of_node)
             operator.engines_of_node = self._engines_of_node
         notifier = Notifier.from_environment(self._launch.environ)
         try:
@@ -267,8 +267,13 @@ class Run:
         return self._outcome or Outcome(INTERRUPTED, "interrupted")
 
     def _engines_of_node(self, node: int) -> tuple[InstanceId, ...]:
-        instances = self._launch.plan.instances
+        instances = self._control.plans.plan.instances
         return tuple(it.instance_id for it in instances if it.node == node)
+
+    def _note_of_node(self, node: NodeRank) -> str:
+        """What the run makes of a node that it does not count on."""
+        desk = self._control.nodes
+        return "" if desk is None else desk.note(node)
 
     def _start_rim(self, tasks: TaskGroup, notifier: Notifier, operator: Operator) -> None:
         """Start what tells others about the run and decides nothing."""
