@@ -38,6 +38,9 @@ class ChildStarted(msgspec.Struct, frozen=True, tag=True):
     facts: dict[str, str] = {}
     """What a later supervisor needs to take the process over, besides who it is."""
 
+    boot_id: str = ""
+    """Of the machine it runs on; empty: this one."""
+
 
 class ChildWaiting(msgspec.Struct, frozen=True, tag=True):
     """A start is put off (a device is still busy). Costs nothing of the restart budget."""

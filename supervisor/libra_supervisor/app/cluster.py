@@ -24,7 +24,7 @@ import anyio.to_thread
 from libra import clock
 from libra.config.run import RunConfig
 from libra.errors import LibraError, PeerError, SiteError
-from libra.ids import NodeRank, RunId
+from libra.ids import ChildId, NodeRank, RunId
 from libra.planner.plan import TrainPlacement
 from libra.tracing.log import get_log
 from libra.version import __version__
@@ -111,6 +111,8 @@ class Cluster:
         self._tasks: anyio.abc.TaskGroup | None = None
         self._gang: Gang | None = None
         self._is_replaced = False
+        self._may_stay: dict[NodeRank, frozenset[ChildId]] | None = None
+        self._joined_early: set[NodeRank] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -137,6 +139,15 @@ class Cluster:
                 yield
             finally:
                 tasks.cancel_scope.cancel()
+
+    def let_stay(self, children: Mapping[NodeRank, frozenset[ChildId]]) -> None:
+        """What may go on of what an earlier leader started on a node; the rest is ended there.
+
+        Until this is said no node is a member. It holds for the first session of each.
+        """
+        self._may_stay = dict(children)
+        for node in sorted(self._joined_early):
+            self._take_in(node)
 
     def spawner_for(self, node: NodeRank, own: Spawner) -> Spawner:
         """What starts children on `node`."""
@@ -234,7 +245,8 @@ class Cluster:
                 self.nodes[node].on_said(said)
             case NodeJoined(node, hello, is_return):
                 _log.info("node_joined", node=node, host=hello.host, is_return=is_return)
-                self.nodes[node].on_joined(())
+                self._joined_early.add(node)
+                self._take_in(node)
                 await self._post(events.NodeJoined(node))
             case NodeSuspected(node, reason):
                 _log.warning("node_suspected", node=node, why=reason)
@@ -242,10 +254,18 @@ class Cluster:
                 _log.info("node_recovered", node=node)
             case NodeLost(node, reason):
                 _log.warning("node_lost", node=node, why=reason)
+                self._joined_early.discard(node)
                 self.nodes[node].on_lost(reason)
                 await self._post(events.NodeLost(node, reason))
             case _:
                 assert_never(event)
+
+    def _take_in(self, node: NodeRank) -> None:
+        """Have it end what may not stay; from then on it is asked for things."""
+        if self._may_stay is None:
+            return
+        self._joined_early.discard(node)
+        self.nodes[node].on_joined(tuple(sorted(self._may_stay.pop(node, ()))))
 
     def _on_rank(self, linked: RankLinked, link: RelayedLink) -> None:
         if self._tasks is not None:

@@ -226,7 +226,7 @@ class Run:
     ) -> Outcome:
         fleet, gang = builder.fleet(self._served_directory), builder.gang()
         children = Children(fleet, gang, builder.replicas())
-        adopt = await self._take_over(fleet, logs, kernel)
+        adopt = await self._take_over(fleet, logs, kernel, cluster)
         forecaster = builder.forecaster()
         self._probe_judge = ProbeJudge(self._launch, learn=forecaster.learn)
         self._replans = replans = self._replan_desk(forecaster)
@@ -284,17 +284,26 @@ class Run:
         tasks.start_soon(self._show, operator)
 
     async def _take_over(
-        self, fleet: Fleet, logs: LogRelay, kernel: Kernel
+        self, fleet: Fleet, logs: LogRelay, kernel: Kernel, cluster: Cluster | None
     ) -> dict[ChildId, Adoptee]:
         """End what an earlier supervisor left, but for the servers that go on."""
+        node_of = {ChildId(it.instance_id): it.node for it in self._launch.plan.instances}
         kept = await take_over(
             self._launch.directory,
             self._run_id,
             startable=fleet.required_facts(),
+            elsewhere={child_id for child_id, node in node_of.items() if node},
             logs=logs,
             kernel=kernel,
         )
         self._memory.remember(kept)
+        if cluster is not None:
+            cluster.let_stay(
+                {
+                    node: frozenset(it for it in kept if node_of[it] == node)
+                    for node in cluster.nodes
+                }
+            )
         return {child_id: adoptee_of(record) for child_id, record in kept.items()}
 
     async def _work(

@@ -10,6 +10,7 @@ from typing import Final, TypeVar, assert_never
 import anyio
 import msgspec
 
+from libra import clock
 from libra.errors import ChildError, NodeAwayError, PeerError, SiteError
 from libra.ids import ChildId, Incarnation, NodeRank
 from libra.tracing.log import get_log
@@ -24,6 +25,7 @@ from libra_supervisor.process.tree import StopDeadlines, TreeEnded
 
 NOT_YET: Final = "nodes may still obey a leader before this one"
 _SLACK_S: Final = 60.0
+_MEMBER_POLL_S: Final = 0.1
 
 ReplyT = TypeVar("ReplyT", bound=NodeReply)
 
@@ -155,6 +157,14 @@ class RemoteNode:
     @property
     def is_member(self) -> bool:
         return self._is_member
+
+    async def until_member(self) -> None:
+        """Wait until it has joined. Raises NodeAwayError once its servers wait for nobody more."""
+        with anyio.move_on_after(self._end.orphans_end_after_s):
+            while not self._is_member:
+                await clock.sleep(_MEMBER_POLL_S)
+            return
+        raise NodeAwayError(f"node {self.node} is away: {self._why}")
 
     def _on_ended(self, event: wire.ProcessEnded) -> None:
         status = ExitStatus(event.exit_code, event.signal, event.is_out_of_memory)
@@ -320,14 +330,19 @@ class RemoteSpawner:
     async def adopt(
         self, child_id: ChildId, identity: ProcessIdentity, incarnation: Incarnation
     ) -> RemoteChild | None:
+        """Waits for the node as long as its servers wait for a leader."""
+
+        def command(call: int) -> NodeCommand:
+            return wire.Adopt(call, child_id, incarnation, identity.pid, identity.start_ticks)
+
         try:
-            started = await self._node.ask(
-                wire.Started,
-                lambda call: wire.Adopt(
-                    call, child_id, incarnation, identity.pid, identity.start_ticks
-                ),
-            )
-        except PeerError:
+            await self._node.until_member()
+            started = await self._node.ask(wire.Started, command)
+        except PeerError as error:
+            _log.info("child_not_adopted", child=child_id, why=str(error))
+            return None
+        if started.boot_id != identity.boot_id:
+            _log.info("child_not_adopted", child=child_id, why="its machine is another one")
             return None
         return self._child(child_id, incarnation, started)
 

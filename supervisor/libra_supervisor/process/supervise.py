@@ -168,7 +168,20 @@ class Supervision:
         return over
 
     async def _adopt(self, adoptee: Adoptee) -> RunningChild | None:
-        child = await self._spawner.adopt(self._child_id, adoptee.identity, adoptee.incarnation)
+        """None when it does not run any more, or a command came while it was looked for."""
+        self._enter(ChildState.WAITING, detail="for the process of an earlier supervisor")
+        found: list[RunningChild | None] = []
+        async with anyio.create_task_group() as tasks:
+
+            async def look() -> None:
+                identity, incarnation = adoptee.identity, adoptee.incarnation
+                found.append(await self._spawner.adopt(self._child_id, identity, incarnation))
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(look)
+            await self._asked.wait()
+            tasks.cancel_scope.cancel()
+        child = found[0] if found else None
         if child is not None:
             await self._hooks.take_over(adoptee.facts)
         return child
@@ -203,6 +216,7 @@ class Supervision:
                 at=clock.now(),
                 is_adopted=is_adopted,
                 facts=self._hooks.facts(),
+                boot_id=child.identity.boot_id,
             )
         )
 

@@ -24,7 +24,7 @@ from libra_supervisor.nodes.members import NodeLost
 from libra_supervisor.nodes.remote import RemoteSpawner, remote_port
 from libra_supervisor.process.identity import ProcessIdentity
 from libra_supervisor.process.kernel import read_tag
-from libra_supervisor.process.lifecycle import Adoptee, ChildHooks, Deadlines
+from libra_supervisor.process.lifecycle import Adoptee, ChildHooks, ChildState, Deadlines
 from libra_supervisor.process.logs import RELAY_ID
 from libra_supervisor.process.restart import RestartBudget, RestartPolicy
 from libra_supervisor.process.supervise import Supervision
@@ -221,19 +221,58 @@ async def test_a_leader_that_is_started_again_adopts_what_still_runs_and_ends_th
             # The leader dies without a word.
             nodes.keep = (ChildId("child"),)
             nodes.lead(term=2)
-        await nodes.until_member()
-        await until(lambda: not alive([other.identity.pid]), within_s=20)
-        assert alive([pid])
-        identity = ProcessIdentity(pid, begun.start_ticks, "b")
+        identity = ProcessIdentity(pid, begun.start_ticks, begun.boot_id)
         adopt = Adoptee(identity=identity, incarnation=begun.incarnation)
+        assert not nodes.node.is_member
+        # It is there before its node is.
         async with supervised(place, nodes, *python("tree.py", "0", "0"), adopt=adopt):
-            await until(lambda: of(place, ChildStarted)[-1].is_adopted, within_s=10)
+            await until(lambda: of(place, ChildStarted)[-1].is_adopted, within_s=20)
             assert of(place, ChildStarted)[-1].pid == pid
+            await until(lambda: not alive([other.identity.pid]), within_s=20)
+            assert alive([pid])
         assert not alive([pid])
-        stranger = Adoptee(identity=identity, incarnation=Incarnation("another"))
-        async with supervised(place, nodes, *python("tree.py", "0", "0"), adopt=stranger):
-            await until(lambda: len(of(place, ChildStarted)) == 3)
+
+
+@pytest.mark.parametrize("wrong", ["incarnation", "pid", "start_ticks", "boot_id"])
+async def test_another_process_than_the_one_written_down_is_not_adopted_but_ended(tmp_path, wrong):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        async with supervised(place, nodes, *python("tree.py", "0", "0"), ends=False):
+            (pid,) = await started(place)
+            begun = of(place, ChildStarted)[0]
+            nodes.keep = (ChildId("child"),)
+            nodes.lead(term=2)
+        known = {
+            "incarnation": begun.incarnation, "pid": pid,
+            "start_ticks": begun.start_ticks, "boot_id": begun.boot_id,
+        }  # fmt: skip
+        known[wrong] = "another" if isinstance(known[wrong], str) else known[wrong] + 1
+        incarnation = Incarnation(known.pop("incarnation"))
+        adopt = Adoptee(identity=ProcessIdentity(**known), incarnation=incarnation)
+        async with supervised(place, nodes, *python("tree.py", "0", "0"), adopt=adopt):
+            await until(lambda: len(of(place, ChildStarted)) == 2, within_s=20)
             assert not of(place, ChildStarted)[-1].is_adopted
+            assert not alive([pid])
+
+
+async def test_a_stop_does_not_wait_for_a_node_whose_servers_might_be_adopted(tmp_path):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        nodes.net.cut()
+        await until(lambda: not nodes.node.is_member, within_s=20)
+        identity = ProcessIdentity(os.getpid(), 1, "b")
+        adopt = Adoptee(identity=identity, incarnation=Incarnation("child-1"))
+        async with supervised(place, nodes, "/bin/true", adopt=adopt) as supervision:
+            await until(lambda: supervision.status().state is ChildState.WAITING)
+        assert supervision.status().state is ChildState.DOWN
+        assert not of(place, ChildStarted)
+
+
+async def test_ports_that_a_leader_before_had_held_are_free_for_the_next(tmp_path):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        held = await remote_port(nodes.node, "127.0.0.1", 0)
+        nodes.lead(term=2)
+        await nodes.until_member()
+        again = await remote_port(nodes.node, "127.0.0.1", held.port)
+        again.close()
 
 
 async def test_ports_are_held_there_until_they_are_freed(tmp_path):
