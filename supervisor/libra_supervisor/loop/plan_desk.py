@@ -11,8 +11,8 @@ from libra.ids import NodeRank, ReplicaId
 from libra.planner.applied import planned_config
 from libra.planner.matching import next_number_after
 from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, with_hybrids_in_core
-from libra.pools.change_policy import Policy, matched_by
-from libra.pools.ground import Ground, Server, Slot, Stage, plan_on
+from libra.pools.change_policy import Judgement, Policy, Refusal, judged, matched_by
+from libra.pools.ground import Ground, Hybrid, Server, Slot, Stage, plan_on
 from libra.pools.member import MemberState
 from libra.pools.pool import RolloutPool
 from libra.pools.reconfiguration import Order, Reconfiguration
@@ -148,6 +148,26 @@ class PlanDesk:
             is_serving = member.state in (MemberState.SERVING, MemberState.RELOADING)
             servers.append(Server(placement, Stage.SERVING if is_serving else Stage.STARTING))
         return Ground(train=self.plan.train, servers=tuple(servers), lost=self.lost)
+
+    def ground_in_force(self, pool: RolloutPool) -> Ground:
+        """What holds devices while no change is under way."""
+        members = tuple(Hybrid(it, is_member=True) for it in self.plan.hybrids)
+        return msgspec.structs.replace(self.ground(pool, self.plan.instances), hybrids=members)
+
+    def judged(self, pool: RolloutPool, wanted: Plan) -> tuple[Plan, Judgement]:
+        """`wanted` as a change would reach it, and its transitions or what refuses it.
+
+        Names of what is new are those that it would get now, and are not used up.
+        """
+        plan = self.as_carried_out(wanted)
+        if why := self.why_not(plan):
+            return plan, Refusal(why)
+        found = matched_by(
+            self.policy, self.plan, plan, next_number=self._next_number, lost=self.lost
+        )
+        if found == self.plan:
+            return found, Refusal("this plan is in force already")
+        return found, judged(self.policy, self.ground_in_force(pool), self.plan, found)
 
     def plan_to_reshape(self) -> Plan:
         """What the gang's next attempt reads as its configuration."""

@@ -8,7 +8,6 @@ import msgspec
 from libra.ids import InstanceId
 from libra.planner.plan import Plan
 from libra.pools.change_policy import Refusal, devices_missing, judged
-from libra.pools.ground import Hybrid
 from libra.pools.member import MemberState
 from libra.pools.reconfiguration import Order, Reconfiguration, Result
 from libra.pools.transition import Transition, in_words
@@ -115,14 +114,12 @@ def _on_wanted(
 ) -> tuple[Command, ...]:
     plans = state.plans
     plan = plans.as_carried_out(event.plan)
-    if why := _why_not_now(state) or plans.why_not(plan):
+    if why := why_not_now(state) or plans.why_not(plan):
         return _refused(state, event, Refusal(why), at)
     wanted = plans.match(plan)
     if wanted == plans.plan:
         return _refused(state, event, Refusal("this plan is in force already"), at)
-    members = tuple(Hybrid(it, is_member=True) for it in plans.plan.hybrids)
-    ground = plans.ground(state.pool, plans.plan.instances)
-    ground = msgspec.structs.replace(ground, hybrids=members)
+    ground = plans.ground_in_force(state.pool)
     found = judged(plans.policy, ground, plans.plan, wanted)
     if isinstance(found, Refusal):
         return _refused(state, event, found, at)
@@ -165,7 +162,8 @@ def overtaken(state: RunState, reason: str, at: Moment) -> tuple[Command, ...]:
     return _told(state, record)
 
 
-def _why_not_now(state: RunState) -> str:
+def why_not_now(state: RunState) -> str:
+    """What keeps the run from any change of its plan at this moment; empty when nothing does."""
     if state.plans.is_busy:
         return "another change of the plan is under way"
     if state.publication.committed is None:

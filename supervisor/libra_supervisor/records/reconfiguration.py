@@ -23,7 +23,9 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     step: int
     """The newest trained step."""
 
-    verdict: Literal["keep", "switch"]
+    verdict: Literal["keep", "switch", "ordered"]
+    """`ordered`: an operator named the plan, and nothing was weighed."""
+
     switch_kind: str = ""
     """What a switch changes (`rollout`, `to_training`, ...); empty when the plan is kept."""
 
@@ -35,7 +37,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     """In force, in words."""
 
     candidate: str = ""
-    """The best other plan, in words; empty when there is none."""
+    """The best other plan, or the one that was ordered, in words; empty when there is none."""
 
     is_dry_run: bool = False
     """It was only asked for: a switch was not made."""
