@@ -86,6 +86,7 @@ class NodeHands:
         self._on_leave = on_leave
         self._tongue: Tongue | None = None
         self._session = 0
+        self._term = 0
         self._swept = anyio.Event()
         self._held: dict[Incarnation, HeldChild] = {}
         self._ports: dict[int, PortLease] = {}
@@ -105,6 +106,11 @@ class NodeHands:
 
     async def begin(self, welcome: Welcome) -> None:
         await self._on_begin(welcome)
+        if welcome.term != self._term:
+            # Whoever leads now knows of none that the one before had held.
+            for port in tuple(self._ports):
+                self._free(port)
+            self._term = welcome.term
         self._session += 1
         self._swept = anyio.Event()
 
@@ -196,6 +202,10 @@ class NodeHands:
         held = self._held.get(command.incarnation)
         if held is None or held.has_ended or held.child_id != command.child_id:
             self._say(wire.Failed(command.call, "it does not run here"))
+            return
+        found = held.child.identity
+        if (found.pid, found.start_ticks) != (command.pid, command.start_ticks):
+            self._say(wire.Failed(command.call, f"it is pid {found.pid} here"))
             return
         self._say_started(command.call, held.child)
 

@@ -63,6 +63,7 @@ def orders_for(  # noqa: C901, PLR0911, PLR0912 - a table
             return ()
         case ReshapeTraining(placement):
             state.ready_step = None
+            state.probe.on_other_layout()
             if state.hybrids is not None:
                 state.hybrids.on_core_reshaped(placement)
             return state.follow(state.cycle.on_reshape_wanted(), at)
