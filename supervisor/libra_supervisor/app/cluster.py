@@ -29,6 +29,7 @@ from libra.planner.plan import TrainPlacement
 from libra.tracing.log import get_log
 from libra.version import __version__
 from libra.wire.api import NodeStatus
+from libra.wire.instance import WeightsReceipt
 from libra.wire.node import Leave, RankLinked, StopAsked
 from libra_supervisor import events
 from libra_supervisor.app.following import GLOO_VARIABLE, config_digest
@@ -178,6 +179,12 @@ class Cluster:
             self._agent(node, [slot for _, slot in group], environ, devices)
             for node, group in groupby(ranks, key=lambda rank: rank[0])
         )
+
+    async def read_weights(
+        self, node: NodeRank, directory: str, manifest_hash: str
+    ) -> WeightsReceipt | None:
+        """`libra_supervisor.ports.Readers`."""
+        return await self.nodes[node].read_weights(directory, manifest_hash)
 
     def take_in_ranks_for(self, gang: Gang) -> None:
         """Ranks that link on other nodes belong to it."""

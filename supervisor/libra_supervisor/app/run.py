@@ -333,6 +333,7 @@ class Run:
                     trainer=TrainerPlace(builder, gang),
                     plans=PlanFiles(self._launch, self._memory, forecaster),
                     engines=fleet,
+                    readers=builder.cluster,
                     rollouts=runner,
                     evaluations=evaluations,
                     routing=SchedulerRouting(self._scheduler, fleet, builder.room),

@@ -15,6 +15,7 @@ from libra.errors import ChildError, NodeAwayError, PeerError, SiteError
 from libra.ids import ChildId, Incarnation, NodeRank
 from libra.tracing.log import get_log
 from libra.wire import node as wire
+from libra.wire.instance import WeightsReceipt
 from libra.wire.node import MAX_PIECE_BYTES, NodeCommand, NodeEvent, NodeReply
 from libra.wire.rank import RankEvent
 from libra_supervisor.nodes.leader import LeaderEnd
@@ -95,7 +96,14 @@ class RemoteNode:
                 link_or_none = self._links.pop(event.link, None)
                 if link_or_none is not None:
                     link_or_none.on_end(event.error)
-            case wire.Started() | wire.Failed() | wire.TreeGone() | wire.Lines() | wire.PortHeld():
+            case (
+                wire.Started()
+                | wire.Failed()
+                | wire.TreeGone()
+                | wire.Lines()
+                | wire.PortHeld()
+                | wire.WeightsRead()
+            ):
                 self._on_reply(event)
             case _:
                 assert_never(event)
@@ -139,6 +147,13 @@ class RemoteNode:
         """Hold a port there, any for 0. Raises PeerError."""
         held = await self.ask(wire.PortHeld, lambda call: wire.HoldPort(call, host, port))
         return held.port
+
+    async def read_weights(self, directory: str, manifest_hash: str) -> WeightsReceipt | None:
+        """Have it read a published version in full. Raises PeerError when it does not match."""
+        read = await self.ask(
+            wire.WeightsRead, lambda call: wire.ReadWeights(call, directory, manifest_hash)
+        )
+        return read.receipt
 
     def free_port(self, port: int) -> None:
         if self._is_member:

@@ -16,6 +16,8 @@ from libra import clock
 from libra.errors import ChildError, PeerError, SiteError
 from libra.ids import ChildId, Incarnation, Rank
 from libra.planner.plan import TrainPlacement
+from libra.storage import arrival
+from libra.storage.receipt import holds
 from libra.wire.node import Leave
 from libra.wire.rank import MiniBatch, Sample, TrainStep
 from libra_supervisor.events import ChildExited, ChildReady, ChildStarted, ChildWaiting, GangLost
@@ -35,6 +37,7 @@ from libra_supervisor.ranks.torchrun import AgentSite, GangSite
 from libra_supervisor.run_directory import RunDirectory
 from processes import CHILDREN, alive, processes_tagged, python, site, until
 from two_nodes import TERMS, two_nodes
+from weight_dirs import publish_weights
 
 pytestmark = pytest.mark.anyio
 SHORT = Deadlines(
@@ -436,3 +439,25 @@ async def test_the_loss_of_a_node_takes_the_gang_down_until_it_is_back(tmp_path)
         await ready(place, 2, within_s=30)
         await gang.send(Rank(1), TrainStep(1, ()))
         await until(lambda: trained(place, 2) == [1], within_s=20)
+
+
+@pytest.mark.case("R-B79")
+async def test_a_node_reads_a_published_version_once_for_all_its_servers(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrival, "LOOK_AGAIN_S", 0.01)
+    directory, announced = publish_weights(tmp_path / "weights", 3)
+    hidden = directory.with_name("hidden")
+    directory.rename(hidden)
+    async with site(tmp_path / "run") as place, two_nodes(place) as nodes:
+
+        async def come():
+            await clock.sleep(0.2)
+            hidden.rename(directory)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(come)
+            receipt = await nodes.node.read_weights(str(directory), announced)
+        assert holds(receipt, directory, ["model.safetensors"])
+        monkeypatch.setattr(arrival, "VISIBLE_WITHIN_S", 0.1)
+        with pytest.raises(PeerError, match=r"node 1: .* announced was"):
+            await nodes.node.read_weights(str(directory), "another")
+        assert nodes.node.is_member
