@@ -24,7 +24,12 @@ class NodeAddress(Config, frozen=True, kw_only=True):
     @property
     def is_plausible(self) -> bool:
         """Whether the host can be a name or an address at all."""
-        return _HOST.fullmatch(self.host) is not None
+        return is_host(self.host)
+
+
+def is_host(text: str) -> bool:
+    """Whether it can be the name or the address of a machine at all."""
+    return _HOST.fullmatch(text) is not None
 
 
 def split_address(text: str) -> dict[str, str | int]:

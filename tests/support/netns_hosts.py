@@ -94,10 +94,16 @@ class Hosts:
         for where in (("-n", self.name(rank), "eth0"), (self.link(rank),)):
             call("tc", *where[:-1], "qdisc", "add", "dev", where[-1], "root", *bucket)
 
-    def run(self, rank, argv, *, log, env):
-        """Start a program on a host; its end is the end of everything there."""
+    def run(self, rank, argv, *, log, env, has_own_sys=True):
+        """Start a program on a host; its end is the end of everything there.
+
+        With /sys of its own a host has no cgroups.
+        """
+        network = ("nsenter", f"--net=/run/netns/{self.name(rank)}")
+        if has_own_sys:
+            network = ("ip", "netns", "exec", self.name(rank))
         command = [
-            *("ip", "netns", "exec", self.name(rank)),
+            *(network if rank else ()),
             *("unshare", "--pid", "--fork", "--mount-proc", "--kill-child"),
             *argv,
         ]

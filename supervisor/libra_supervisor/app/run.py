@@ -65,6 +65,7 @@ from libra_supervisor.ranks.gang import Gang
 from libra_supervisor.records.reader import last_attempt, last_decision_id
 from libra_supervisor.records.tracker_backends import open_trackers
 from libra_supervisor.records.writer import RecordsWriter
+from libra_supervisor.rollouts.user_tasks import contain_exits
 
 LOOPBACK: Final = "127.0.0.1"
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -85,6 +86,7 @@ async def run_to_end(launch: Launch, prompts: Prompts, display: Display) -> Outc
     """
     become_subreaper()
     abandon_user_threads()
+    contain_exits()
     try:
         wanted = launch.config.control.run_id
         run_id = recorded_run_id(launch.directory) or new_run_id(launch.directory, wanted)
