@@ -104,6 +104,8 @@ def test_a_slot_trains_by_order_and_serves_again_and_the_weights_are_those_of_a_
     lent = replanned(run, "--instances", "1x1", "--hybrids", "1")
     assert (lent.outcome, lent.stalled_s) == ("done", 0.0), lent
     (replica_id,) = lent.attached
+    assert set(lent.stages["vllm-1"]) == {"drain", "stop"}
+    assert set(lent.stages[replica_id]) == {"start", "snapshot", "load", "catch_up"}
     assert [it.replica_id for it in plan_in(run.run_dir).hybrids] == [replica_id]
     (row,) = [it for it in run.status()["children"] if it["child"] == replica_id]
     assert (row["role"], row["state"]) == ("trainer", "member")
@@ -111,6 +113,8 @@ def test_a_slot_trains_by_order_and_serves_again_and_the_weights_are_those_of_a_
     run.until_step(joined_at + 4)
     back = replanned(run, "--instances", "2x1", "--hybrids", "0")
     assert (back.outcome, back.detached) == ("done", (replica_id,)), back
+    assert set(back.stages[replica_id]) == {"leave"}
+    assert set(back.stages[back.started[0]]) >= {"start"}
     run.until_step(max(run.steps()) + 2)
     assert [it["replica"] for it in run.said("hybrid_joined")] == [replica_id]
     assert [it["replica"] for it in run.said("hybrid_left")] == [replica_id]
@@ -120,11 +124,15 @@ def test_a_slot_trains_by_order_and_serves_again_and_the_weights_are_those_of_a_
     assert [path.name for path in (run.run_dir / "hybrid").iterdir()] == ["lanes.key"]
     assert run.call("stop").returncode == 0
     assert run.wait() == 0
+    weights_are_those_of_a_core_alone(run, tmp_path)
+
+
+def weights_are_those_of_a_core_alone(run, folder):
     steps = run.steps()
     assert steps == list(range(1, len(steps) + 1))
-    got = exported(run, tmp_path / "exported", step=len(steps))
-    wanted = replayed_weights(run.run_dir, tmp_path / "alone", num_steps=len(steps))
-    base = weights_in(tmp_path / "model")
+    got = exported(run, folder / "exported", step=len(steps))
+    wanted = replayed_weights(run.run_dir, folder / "alone", num_steps=len(steps))
+    base = weights_in(folder / "model")
     assert relative_difference(got, wanted) < TOLERANCE
     assert relative_difference(base, wanted) > 1000 * TOLERANCE
 

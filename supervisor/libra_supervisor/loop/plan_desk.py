@@ -19,6 +19,7 @@ from libra.pools.reconfiguration import Order, Reconfiguration
 from libra.pools.transition import PHASE_OF
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.plan_memory import PlanMemory
+from libra_supervisor.loop.stage_clock import StageClock
 from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRecord
 
 STALLED: Final = "stalled"
@@ -54,6 +55,9 @@ class PlanDesk:
         self.policy = policy
         self.hybrids = hybrids
         self.change: Reconfiguration | None = None
+        self.stages = StageClock()
+        """Of the change under way."""
+
         self.interrupted: Order | None = None
         """A change that an earlier supervisor did not end."""
 
