@@ -231,7 +231,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
                 hindrance=None if gate is None else gate.hindrance,
             )
 
-        return Replicas(make, self.inbox.post)
+        return Replicas(make, directory.hybrid, self.inbox.post)
 
     def reshape(self, gang: Gang, placement: TrainPlacement) -> None:
         gang.reshape(self.gang_site(placement), self._gang_hindrance(placement))

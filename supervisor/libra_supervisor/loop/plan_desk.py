@@ -19,6 +19,7 @@ from libra.pools.reconfiguration import Order, Reconfiguration
 from libra.pools.transition import PHASE_OF
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.plan_memory import PlanMemory
+from libra_supervisor.loop.stage_clock import StageClock
 from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRecord
 
 STALLED: Final = "stalled"
@@ -56,6 +57,9 @@ class PlanDesk:
         self.change: Reconfiguration | None = None
         self.home: Plan | None = None
         """With every node there, once the loss of one has changed the plan."""
+
+        self.stages = StageClock()
+        """Of the change under way."""
 
         self.interrupted: Order | None = None
         """A change that an earlier supervisor did not end."""

@@ -13,9 +13,11 @@ from libra.pools.reconfiguration import Order, Reconfiguration, Result
 from libra.pools.transition import Transition, in_words
 from libra_supervisor import events
 from libra_supervisor.loop import commands
+from libra_supervisor.loop.change_stages import stages_now
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.run_state import RunState
+from libra_supervisor.loop.stage_clock import StageClock
 from libra_supervisor.loop.transition_orders import orders_for
 from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRecord
 
@@ -96,6 +98,8 @@ def on_training_failed(state: RunState, reason: str, at: Moment) -> tuple[Comman
 def follow_change(state: RunState, at: Moment) -> tuple[Command, ...]:
     """Tell the change under way what has become of servers and of the trainer."""
     done = [*_resume(state, at)]
+    if state.plans.change is not None:
+        state.plans.stages.look(stages_now(state, state.plans.change), now=at.now)
     for notice in _notices(state):
         change = state.plans.change
         if change is None:
@@ -131,6 +135,7 @@ def _on_wanted(
         timeout_s=plans.policy.timeout_s,
         now=at.now,
     )
+    plans.stages = StageClock(attempt=state.attempt)
     fields: dict[str, object] = {
         "decision": event.decision_id,
         "why": event.reason,
@@ -197,6 +202,7 @@ def _resume(state: RunState, at: Moment) -> tuple[Command, ...]:
         timeout_s=plans.policy.timeout_s,
         now=at.now,
     )
+    plans.stages = StageClock(attempt=state.attempt)
     fields: dict[str, object] = {"decision": order.decision_id, "turned_by": order.turned_by}
     said = commands.Say("reconfiguration_resumed", fields)
     return (said, *_carried_out(state, change.begin(now=at.now), at))
@@ -266,6 +272,7 @@ def _ended(
     state: RunState, change: Reconfiguration, result: Result, at: Moment
 ) -> tuple[Command, ...]:
     plans, order = state.plans, change.order
+    plans.stages.look({}, now=at.now)
     plans.change = None
     plans.lost = change.ground.lost
     before, plans.plan = plans.plan, result.plan
@@ -275,6 +282,7 @@ def _ended(
         total_s=result.total_s,
         stalled_s=result.stalled_s,
         phases=result.phases,
+        stages=plans.stages.seconds,
         transitions=result.transitions,
         started=_beyond(result.plan, before),
         stopped=_beyond(before, result.plan),
