@@ -57,4 +57,5 @@ class DataConfig(Config, frozen=True, kw_only=True):
     """Address space of one reward process in bytes."""
 
     max_group_attempts: PositiveCount = 3
-    """Tries of a prompt group before the prompt is quarantined."""
+    """Tries of a prompt group before the prompt is quarantined; failures of engines do not count,
+    up to ten times as many tries."""

@@ -60,6 +60,14 @@ class _Loader(yaml.SafeLoader):
     # Its own table: the inherited one would be shared with every user of PyYAML.
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Keep a written tag as it was written: such a node is of no type that we read."""
+        written = getattr(self.peek_event(), "tag", None)  # type: ignore[no-untyped-call]
+        node: yaml.Node | None = super().compose_node(parent, index)
+        if node is not None and written is not None:
+            node.tag = written.replace(_TAG, "!!", 1)
+        return node
+
 
 _Loader.add_implicit_resolver(f"{_TAG}null", _NULL, ["~", "n", "N", ""])
 _Loader.add_implicit_resolver(f"{_TAG}bool", _BOOL, list("yYnNtTfFoO"))

@@ -111,9 +111,7 @@ class CandidateSearch:
 
     def step_s_in_force(self) -> float:
         """Of the plan as it is, which has an instance."""
-        tps = sorted((instance.tp for instance in self._plan.instances), reverse=True)
-        train = with_replicas(self._core, len(self._plan.hybrids), self._replica_gpus)
-        return estimate_of(self._config, self._demand, self._models, train=train, tps=tps).step_s
+        return expected_step_s(self._config, self._plan, self._demand, self._models)
 
     def candidates(self) -> Iterator[Candidate]:
         """The best for each number of replicas and another core; never the plan in force."""
@@ -220,6 +218,14 @@ class CandidateSearch:
         found = self._on(base, report.choice.train, 0, "reshape")
         if found is not None:
             yield found
+
+
+def expected_step_s(config: RunConfig, plan: Plan, demand: Demand, models: CostModels) -> float:
+    """Of a plan with at least one instance; its replicas count as more of the core's DP."""
+    core = layout_of(plan.train, micro_batch_size=config.training.micro_batch_size)
+    train = with_replicas(core, len(plan.hybrids), replica_gpus(core))
+    tps = sorted((instance.tp for instance in plan.instances), reverse=True)
+    return estimate_of(config, demand, models, train=train, tps=tps).step_s
 
 
 def replica_gpus(core: TrainLayout) -> int:

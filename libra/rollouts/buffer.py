@@ -17,7 +17,11 @@ from libra.ids import GroupId, PolicyVersion, PromptId
 from libra.rollouts.accounts import BufferLimits, Counts, in_words, room
 from libra.rollouts.group import AdmittedGroup, CompleteGroup, OpenGroup, PromptRef
 from libra.rollouts.staleness import accepted_on_resume, staleness
-from libra.rollouts.trajectory import FailureKind, Trajectory
+from libra.rollouts.trajectory import NOT_THE_PROMPTS, FailureKind, Trajectory
+
+PATIENCE = 10
+"""A prompt whose groups always take their engine with them is given up after this many times as
+many tries as one that fails by itself."""
 
 
 class CancelGroup(msgspec.Struct, frozen=True, tag=True):
@@ -27,7 +31,7 @@ class CancelGroup(msgspec.Struct, frozen=True, tag=True):
 
 
 class QuarantinePrompt(msgspec.Struct, frozen=True, tag=True):
-    """The prompt failed `max_group_attempts` times and is left out from now on."""
+    """The prompt failed `max_group_attempts` times, and not by an engine: it is left out now."""
 
     prompt_id: PromptId
     reason: str
@@ -189,7 +193,7 @@ class RolloutBuffer:
         self._accepted -= group.num_finished
         self._dropped[kind] += 1
         self._dropped["sibling"] += group.admitted.n_samples - 1
-        return (CancelGroup(group_id), *self._try_again(group.admitted, f"{kind}: {message}"))
+        return (CancelGroup(group_id), *self._try_again(group.admitted, kind, message))
 
     def on_tick(self, *, now: float) -> tuple[BufferCommand, ...]:
         """Fail the samples whose lease is over."""
@@ -212,8 +216,9 @@ class RolloutBuffer:
         for group in stale:
             del self._complete[group.group_id]
             # Staleness is not the prompt's fault: it is tried again, but never quarantined for it.
-            if group.admitted.attempt + 1 < self._limits.max_group_attempts:
-                self._pending.append(_next_attempt(group.admitted))
+            admitted = group.admitted
+            if admitted.attempt + 1 < self._limits.max_group_attempts + admitted.num_excused:
+                self._pending.append(_next_attempt(admitted, admitted.num_excused))
             self._accepted -= len(group.trajectories)
             self._dropped["stale"] += len(group.trajectories)
         return sum(len(group.trajectories) for group in stale)
@@ -333,16 +338,21 @@ class RolloutBuffer:
         else:
             self._complete[group.group_id] = group
 
-    def _try_again(self, failed: AdmittedGroup, reason: str) -> Iterable[BufferCommand]:
-        if failed.attempt + 1 < self._limits.max_group_attempts:
-            self._pending.append(_next_attempt(failed))
+    def _try_again(
+        self, failed: AdmittedGroup, kind: FailureKind, message: str
+    ) -> Iterable[BufferCommand]:
+        num_excused = failed.num_excused + (kind in NOT_THE_PROMPTS)
+        num_tries, bound = failed.attempt + 1, self._limits.max_group_attempts
+        if num_tries - num_excused < bound and num_tries < PATIENCE * bound:
+            self._pending.append(_next_attempt(failed, num_excused))
             return ()
         self._quarantined.add(failed.prompt.prompt_id)
-        return (QuarantinePrompt(failed.prompt.prompt_id, reason),)
+        return (QuarantinePrompt(failed.prompt.prompt_id, f"{kind}: {message}"),)
 
 
-def _next_attempt(admitted: AdmittedGroup) -> AdmittedGroup:
-    return msgspec.structs.replace(admitted, attempt=admitted.attempt + 1)
+def _next_attempt(admitted: AdmittedGroup, num_excused: int) -> AdmittedGroup:
+    attempt = admitted.attempt + 1
+    return msgspec.structs.replace(admitted, attempt=attempt, num_excused=num_excused)
 
 
 def _is_usable(group: CompleteGroup, limits: BufferLimits, version: PolicyVersion) -> bool:

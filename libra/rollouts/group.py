@@ -19,6 +19,8 @@ class AdmittedGroup(msgspec.Struct, frozen=True):
     """0 for the first try of this visit."""
 
     n_samples: int
+    num_excused: int = 0
+    """Tries before this one that failed by the engines' fault, not the prompt's."""
 
     @property
     def group_id(self) -> GroupId:

@@ -19,6 +19,9 @@ FailureKind = Literal[
 did not start with the ids of the turn before; lengths or spans disagree; the reward failed; the
 sample was lost track of; the run is stopping."""
 
+NOT_THE_PROMPTS: frozenset[FailureKind] = frozenset({"engine", "timeout", "lease", "cancelled"})
+"""What happens to every prompt while servers crash, hang or are moved."""
+
 
 class SampleFailed(msgspec.Struct, frozen=True):
     """The value a failed sample leaves behind instead of a trajectory."""

@@ -101,6 +101,12 @@ def records(world):
     return [it.record for it in world.reconfigurations]
 
 
+def spent_on(record):
+    """What children did, by name; never longer than the change took."""
+    assert all(0 < sum(it.values()) <= record.total_s + 1e-9 for it in record.stages.values())
+    return {child: sorted(stages) for child, stages in sorted(record.stages.items())}
+
+
 def a_step_is_trained(world):
     return len(world.trained) > 0
 
@@ -114,6 +120,7 @@ def test_an_instance_joins_at_the_committed_version_and_one_leaves_after_its_req
     assert set(world.routes) <= {"vllm-0", "vllm-1", "vllm-2"}
     assert world.control.pool[InstanceId("vllm-2")].state.value in ("serving", "reloading")
     assert world.plan_in_force.instances[-1].instance_id == "vllm-2"
+    assert spent_on(records(world)[0]) == {"vllm-2": ["load", "start"]}
     want(world, plan([2], [3]), 2)
     assert "the plan changes: drain vllm-1, vllm-2" in waiting_for(world.control)
     until(world, rng, lambda w: len(w.reconfigurations) == 2)
@@ -154,6 +161,7 @@ def test_the_gang_starts_anew_at_a_boundary_and_no_step_is_lost_or_trained_twice
     [record] = records(world)
     assert (record.outcome, record.plan.train.dp) == ("done", 2)
     assert record.stalled_s > 0
+    assert set(spent_on(record)["trainer"]) >= {"finish_step", "start"}
     assert world.attempt == 2
     world.run(rng)
     assert [step for _, step, _ in world.trained] == [1, 2, 3, 4, 5, 6]

@@ -94,10 +94,16 @@ class Hosts:
         for where in (("-n", self.name(rank), "eth0"), (self.link(rank),)):
             call("tc", *where[:-1], "qdisc", "add", "dev", where[-1], "root", *bucket)
 
-    def run(self, rank, argv, *, log, env):
-        """Start a program on a host; its end is the end of everything there."""
+    def run(self, rank, argv, *, log, env, has_own_sys=True):
+        """Start a program on a host; its end is the end of everything there.
+
+        With /sys of its own a host has no cgroups.
+        """
+        network = ("nsenter", f"--net=/run/netns/{self.name(rank)}")
+        if has_own_sys:
+            network = ("ip", "netns", "exec", self.name(rank))
         command = [
-            *("ip", "netns", "exec", self.name(rank)),
+            *(network if rank else ()),
             *("unshare", "--pid", "--fork", "--mount-proc", "--kill-child"),
             *argv,
         ]
@@ -105,6 +111,19 @@ class Hosts:
             process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
         self.processes.append(process)
         return process
+
+    def fence(self):
+        """Processes of this machine that see none of the other hosts': how to start one there.
+
+        Without it host 0 sees what runs on all of them, and would end what it finds.
+        """
+        argv = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "bash", "-c"]
+        # An init that lets nothing of what is orphaned stay a zombie.
+        init = subprocess.Popen([*argv, "while :; do sleep 1; done"])
+        self.processes.append(init)
+        while not (first := psutil.Process(init.pid).children()):
+            pass
+        return ["nsenter", "-t", str(first[0].pid), "--pid", "--mount"]
 
     def children(self, process, word):
         """Below a process, those with the word in their command line."""

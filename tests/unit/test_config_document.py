@@ -98,6 +98,13 @@ def test_anchors_and_merges_work_and_own_keys_win():
         "!!binary aGk=",
         "!!timestamp 2026-01-02",
         "!!int seven",
+        "!!int 7",
+        "!!str text",
+        "! text",
+        "a: !!null",
+        "!!map {a: 1}",
+        "!!seq [1]",
+        "!!int 7: a",
         "!!bool maybe",
     ],
 )

@@ -55,6 +55,17 @@ def test_what_can_be_no_machine_is_refused(text: str):
     assert "is no name or address" in broken_rules(f"nodes: [x, {text!r}]")["nodes[1].host"].what
 
 
+@pytest.mark.parametrize("text", ["a b", "http://a", "a:7000", "[::1]", ""])
+def test_what_cannot_be_listened_on_is_refused(text: str):
+    said = broken_rules(f"api: {{api_port: 0, api_host: {text!r}}}")["api.api_host"].what
+    assert "is no name or address" in said
+
+
+@pytest.mark.parametrize("text", ["localhost", "0.0.0.0", "::", "fd00::2", "gpu01.example"])
+def test_what_can_be_listened_on_is_taken(text: str):
+    assert "api.api_host" not in broken_rules(f"api: {{api_port: 0, api_host: {text!r}}}")
+
+
 def test_the_list_has_to_fit_the_rest():
     assert "a is named 2 times" in broken_rules("nodes: [a, a]")["nodes"].what
     hardware = (

@@ -104,11 +104,35 @@ def test_a_waiting_try_of_a_prompt_that_was_quarantined_meanwhile_is_not_admitte
     buffer = RolloutBuffer(limits(max_group_attempts=2))
     first = buffer.admit(prompt(3))
     second = buffer.admit(prompt(3, epoch=1))
-    buffer.on_failed(first.group_id, 0, "engine", "")
+    buffer.on_failed(first.group_id, 0, "workflow", "")
     retry = buffer.admit_pending()
-    buffer.on_failed(second.group_id, 0, "engine", "")
-    buffer.on_failed(retry.group_id, 0, "engine", "")
+    buffer.on_failed(second.group_id, 0, "workflow", "")
+    buffer.on_failed(retry.group_id, 0, "workflow", "")
     assert buffer.admit_pending() is None
+
+
+@pytest.mark.parametrize("kind", ["engine", "timeout", "lease", "cancelled"])
+def test_what_engines_do_to_a_prompt_is_not_its_fault(kind):
+    buffer = RolloutBuffer(limits(max_group_attempts=2))
+    group = buffer.admit(prompt(3))
+    for _ in range(10):
+        assert len(buffer.on_failed(group.group_id, 0, kind, "it crashed")) == 1
+        group = buffer.admit_pending()
+    assert group.attempt == 10
+    assert len(buffer.on_failed(group.group_id, 0, "reward", "returned nan")) == 1
+    group = buffer.admit_pending()
+    assert len(buffer.on_failed(group.group_id, 0, "reward", "returned nan")) == 2
+    assert buffer.quarantined == {prompt(3).prompt_id}
+
+
+def test_a_prompt_that_always_takes_its_engine_with_it_is_given_up_in_the_end():
+    buffer = RolloutBuffer(limits(max_group_attempts=2))
+    group = buffer.admit(prompt(3))
+    for _ in range(19):
+        assert len(buffer.on_failed(group.group_id, 0, "engine", "it crashed")) == 1
+        group = buffer.admit_pending()
+    commands = buffer.on_failed(group.group_id, 0, "engine", "it crashed")
+    assert commands[1] == QuarantinePrompt(prompt(3).prompt_id, "engine: it crashed")
 
 
 @pytest.mark.case("T-B25")
@@ -221,7 +245,8 @@ def test_a_restored_buffer_goes_on_with_what_was_finished_and_tries_the_rest_aga
     assert restored.counts.accepted == 2
     assert restored.dropped_by_reason == {"engine": 1, "sibling": 1}
     pending = [restored.admit_pending() for _ in range(3)]
-    assert pending == [groups[1], admitted(2, attempt=1), None]
+    excused = msgspec.structs.replace(admitted(2, attempt=1), num_excused=1)
+    assert pending == [groups[1], excused, None]
 
 
 def test_a_rewound_run_does_not_use_groups_of_versions_that_are_no_more():

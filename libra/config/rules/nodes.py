@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from libra.config.nodes import is_host
 from libra.config.problems import Problem
 from libra.config.run import RunConfig
 
@@ -16,6 +17,14 @@ def addresses_are_addresses(config: RunConfig) -> Iterator[Problem]:
                 what=f"{node.host!r} is no name or address of a machine",
                 hint="write host, host:port or [IPv6]:port",
             )
+
+
+def listening_address_is_one(config: RunConfig) -> Iterator[Problem]:
+    """Refuse to listen on what can be no host's name or address."""
+    host = config.api.api_host
+    if not is_host(host):
+        what = f"{host!r} is no name or address of a machine"
+        yield Problem(path="api.api_host", what=what, hint="0.0.0.0 or :: listens on every one")
 
 
 def nodes_differ(config: RunConfig) -> Iterator[Problem]:
@@ -67,5 +76,11 @@ def ports_of_others(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-RULES = (addresses_are_addresses, nodes_differ, hardware_agrees, certificate_has_its_key)
+RULES = (
+    addresses_are_addresses,
+    listening_address_is_one,
+    nodes_differ,
+    hardware_agrees,
+    certificate_has_its_key,
+)
 WARNINGS = (ports_of_others,)

@@ -107,7 +107,7 @@ class RunCollector(Collector):
         decisions = CounterMetricFamily(
             "libra_plan_decisions", "Looks at the plan.", labels=["verdict"]
         )
-        for verdict in ("keep", "switch"):
+        for verdict in ("keep", "switch", "ordered"):
             decisions.add_metric([verdict], outcomes.num_decisions[verdict])
         yield decisions
         changes = CounterMetricFamily(

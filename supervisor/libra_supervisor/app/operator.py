@@ -137,6 +137,8 @@ class Operator:
                 return await self._reload()
             case "explain":
                 return self._explain(request)
+            case "replan" if request.plan is not None:
+                return await self._replans.order(request.plan, is_dry_run=request.dry_run)
             case "replan":
                 return await self._replans.ask(is_dry_run=request.dry_run)
 

@@ -4,6 +4,7 @@
 only looks: processes of other runs may be another supervisor's, or wait to be adopted.
 
     python -m libra_supervisor.process.sweep STATE_JSON     after the supervisor's death, in a job
+    python -m libra_supervisor.process.sweep RUN_ID PID     the same on a node that follows
 """
 
 import os
@@ -17,7 +18,7 @@ import msgspec
 
 from libra.errors import DataError
 from libra.ids import ChildId, RunId
-from libra_supervisor.journal import StateFile
+from libra_supervisor.journal import StateFile, read_run_id
 from libra_supervisor.process.identity import ProcessIdentity, ProcessRow, is_running
 from libra_supervisor.process.kernel import Kernel, Linux, Table, Tag, own_line
 from libra_supervisor.process.logs import RELAY_ID
@@ -115,11 +116,29 @@ def main(state_file: Path) -> int:
     if is_running(supervisor):
         sys.stderr.write(f"libra-supervisor {supervisor.pid} still runs: nothing is swept\n")
         return 1
-    survivors = anyio.run(end_run, state.run_id, Linux())
+    return _end(state.run_id)
+
+
+def main_of_follower(run_id_file: Path, pid: int) -> int:
+    """End what is left here of the run of a follower whose process `pid` is gone.
+
+    A follower writes no state: the leader holds it. 0 when nobody began the run.
+    """
+    if Path(f"/proc/{pid}").exists():
+        sys.stderr.write(f"libra-supervisor {pid} still runs: nothing is swept\n")
+        return 1
+    run_id = read_run_id(run_id_file)
+    return 0 if run_id is None else _end(run_id)
+
+
+def _end(run_id: RunId) -> int:
+    survivors = anyio.run(end_run, run_id, Linux())
     for row in survivors:
         sys.stderr.write(f"pid {row.pid} ({row.name}) does not end\n")
     return 1 if survivors else 0
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 2:  # noqa: PLR2004 - the second way to call it
+        sys.exit(main_of_follower(Path(sys.argv[1]), int(sys.argv[2])))
     sys.exit(main(Path(sys.argv[1])))

@@ -37,6 +37,7 @@ from libra_supervisor.rollouts.client import (
     Router,
     SampleClient,
 )
+from libra_supervisor.rollouts.user_tasks import users_code
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -216,7 +217,8 @@ class RolloutRunner:
 
     async def _rolled_out(self, task: Task, client: SampleClient) -> Trajectory | SampleFailed:
         try:
-            trajectory = await self._parts.workflow(task, client)
+            with users_code():
+                trajectory = await self._parts.workflow(task, client)
         except InvariantError:
             raise
         except LibraError as error:

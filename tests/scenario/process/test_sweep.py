@@ -1,4 +1,5 @@
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -70,6 +71,28 @@ async def test_the_sweep_after_a_job_takes_no_stranger_for_the_supervisor(tmp_pa
         code = await anyio.to_thread.run_sync(sweep.main, tmp_path / "state.json")
         assert code == (0 if is_reused else 1)
         assert alive([child.identity.pid]) == ([] if is_reused else [child.identity.pid])
+        await child.tree.end(StopDeadlines(term_grace_s=0))
+        child.reap()
+
+
+@pytest.mark.case("R-B76", "R-B51")
+async def test_what_a_dead_follower_left_is_swept_by_the_run_of_the_directory(tmp_path):
+    """It writes no state: the leader holds it."""
+    async with site(tmp_path) as place:
+        child = await place.spawn("sleep", "60")
+        file = tmp_path / "run_id"
+
+        async def swept(pid):
+            return await anyio.to_thread.run_sync(sweep.main_of_follower, file, pid)
+
+        gone = subprocess.Popen(["true"])
+        gone.wait()
+        assert await swept(gone.pid) == 0, "nobody has begun the run"
+        file.write_text(place.run_id)
+        assert await swept(os.getpid()) == 1
+        assert alive([child.identity.pid])
+        assert await swept(gone.pid) == 0
+        assert not alive([child.identity.pid])
         await child.tree.end(StopDeadlines(term_grace_s=0))
         child.reap()
 

@@ -1,6 +1,7 @@
 """The runner over a fleet that misbehaves, on a virtual clock."""
 
 import asyncio
+import sys
 from contextlib import asynccontextmanager
 from math import nan
 
@@ -48,6 +49,7 @@ from libra_supervisor.events import (
 )
 from libra_supervisor.rollouts.client import GenerationSettings
 from libra_supervisor.rollouts.runner import RolloutRunner, RunnerParts
+from libra_supervisor.rollouts.user_tasks import contain_exits
 from tokenizer_dirs import write_tokenizer
 from trajectories import admitted, completion, prompt
 
@@ -382,18 +384,58 @@ async def test_an_error_of_the_workflow_costs_its_sample_only(tmp_path, error):
     assert len(failure.message.encode()) <= 500
 
 
+async def exit_in_a_task():
+    await asyncio.get_running_loop().create_task(leave())
+
+
+async def exit_in_a_task_of_a_group():
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(leave)
+        await anyio.sleep_forever()
+
+
+async def exit_in_a_grandchild():
+    await asyncio.get_running_loop().create_task(exit_in_a_task_of_a_group())
+
+
+async def exit_when_cancelled():
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(leave_when_cancelled)
+        await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+
+
+async def leave():
+    sys.exit(3)
+
+
+async def leave_when_cancelled():
+    try:
+        await anyio.sleep_forever()
+    finally:
+        sys.exit(3)
+
+
 @pytest.mark.case("T-B62")
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_workflow_that_waits_for_what_it_cancelled_costs_its_sample_only(
-    tmp_path, anyio_backend
-):
-    async def impatient(task, client):
-        lookup = asyncio.get_running_loop().create_future()
-        lookup.cancel()
-        await lookup
+@pytest.mark.parametrize(
+    "way", [exit_in_a_task, exit_in_a_task_of_a_group, exit_in_a_grandchild, exit_when_cancelled]
+)
+async def test_a_task_of_a_workflow_that_exits_costs_its_sample_only(tmp_path, anyio_backend, way):
+    async def leaving(task, client):
+        await way()
 
-    run, has_failed = Run(tmp_path, FakeFleet(), workflow=impatient), anyio.Event()
+    contain_exits()
+    run = await until_given_up(Run(tmp_path, FakeFleet(), workflow=leaving))
+    (failure,) = run.failures()
+    assert failure.kind == "workflow"
+    assert "Error" in failure.message or "Group" in failure.message
+
+
+async def until_given_up(run):
+    """Run one sample, in real time, until it has failed."""
+    has_failed = anyio.Event()
 
     async def post(event):
         await run.post(event)
@@ -407,6 +449,21 @@ async def test_a_workflow_that_waits_for_what_it_cancelled_costs_its_sample_only
         run.runner.start(admitted(0, n_samples=1))
         await has_failed.wait()
         tasks.cancel_scope.cancel()
+    return run
+
+
+@pytest.mark.case("T-B62")
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_workflow_that_waits_for_what_it_cancelled_costs_its_sample_only(
+    tmp_path, anyio_backend
+):
+    async def impatient(task, client):
+        lookup = asyncio.get_running_loop().create_future()
+        lookup.cancel()
+        await lookup
+
+    run = await until_given_up(Run(tmp_path, FakeFleet(), workflow=impatient))
     assert [(f.kind, f.message) for f in run.failures()] == [
         ("workflow", "it waited for something that was cancelled")
     ]
