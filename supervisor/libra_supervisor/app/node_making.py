@@ -98,7 +98,7 @@ class NodeMaking:
     def _end(self, reason: str) -> bool:
         part, self._part = self._part, None
         if part is not None:
-            _log.info("part_let_go", why=reason)
+            _log.info("part_let_go", why=reason, num_trajectories=part.num_finished)
             part.close()
         return part is not None
 
@@ -160,6 +160,8 @@ class Part:
         """By whether the group is of an evaluation."""
 
         self._job_of: dict[GroupId, Job] = {}
+        self.num_finished = 0
+        """Trajectories that were made."""
 
     def close(self) -> None:
         """End it; nothing more is said of it."""
@@ -284,6 +286,7 @@ class Part:
             case SampleFinished(trajectory):
                 job = self._ended(trajectory.group_id)
                 if job is not None:
+                    self.num_finished += 1
                     await self._send(job, trajectory)
             case _:
                 assert_never(event)

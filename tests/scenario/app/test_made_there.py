@@ -63,6 +63,7 @@ async def test_a_group_that_another_node_makes_has_the_names_seeds_and_rewards_i
         assert set(made.served) == {"vllm-0"}
         assert made.rollouts.node_of(THERE.group_id) is None
         assert len(made.of(SampleStarted)) == 4
+        assert ("GET", "/metrics") not in made.servers["vllm-0"].calls
 
 
 async def test_an_evaluation_is_made_there_of_its_own_data(tmp_path):
@@ -100,16 +101,17 @@ async def test_a_long_trajectory_comes_in_pieces_and_one_that_is_too_long_not_at
 async def test_a_node_that_let_go_makes_nothing_of_before_and_takes_part_again(tmp_path):
     async with made_there(tmp_path) as made:
         server = made.servers["vllm-0"]
-        server.token_delay_s = 0.2
+        server.freeze_tokens = True
         await start_there(made)
         await until(lambda: server.num_running == 4)
-        server.token_delay_s = 0.0
         await made.nodes.hands.let_go("the lease has ended")
         # Under the session that goes on the leader hears of it and has the rest made elsewhere.
         await until(lambda: THERE.group_id in made.own.started)
         assert made.own.started[THERE.group_id] == (0, 1, 2, 3)
         await until(lambda: server.num_running == 0)
-        await until(lambda: not made.of(SampleFinished) and made.is_able, within_s=60)
+        assert server.num_aborted == 4
+        server.freeze_tokens = False
+        await made.until_able()
         made.rollouts.start(admitted(2))
         await until(lambda: len(made.of(SampleFinished)) == 2, within_s=20)
         made.each_once()
