@@ -119,7 +119,9 @@ class _State:
 
     @property
     def is_core_right(self) -> bool:
-        return self.ground.train == self.target.train and self.ground.reshaping is None
+        ground = self.ground
+        is_there = ground.reshaping is None and not ground.is_core_gone
+        return is_there and ground.train == self.target.train
 
     @property
     def hybrids_to_come(self) -> tuple[HybridPlacement, ...]:
@@ -175,10 +177,10 @@ def _change_core(state: _State) -> Transition | None:
     ground, train = state.ground, state.target.train
     if state.is_core_right:
         return ReleaseStep() if ground.is_hold_wanted else None
-    own = core_slots(ground.train) | (core_slots(ground.reshaping) if ground.reshaping else set())
-    if core_slots(train) & (state.owned - own):
+    if core_slots(train) & (state.owned - ground.core_slots):
         return None
-    return ReshapeTraining(train) if ground.is_held or ground.reshaping else HoldStep()
+    stands = ground.is_held or ground.reshaping or ground.is_core_gone
+    return ReshapeTraining(train) if stands else HoldStep()
 
 
 def _start(state: _State) -> Transition | None:

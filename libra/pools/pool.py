@@ -1,21 +1,39 @@
 """The rollout pool: what every instance is doing, and whether enough of them serve. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 import msgspec
 
 from libra.errors import InvariantError
-from libra.ids import Incarnation, InstanceId, PolicyVersion
+from libra.ids import Incarnation, InstanceId, NodeRank, PolicyVersion
 from libra.pools.member import ANSWERING, Member, MemberState, moved
+
+FIRST: Final = NodeRank(0)
+EMPTY: Final[Mapping[InstanceId, NodeRank]] = {}
 
 
 class RolloutPool:
     """Members by instance id. An event of an incarnation that has ended changes nothing."""
 
-    def __init__(self, instances: Iterable[tuple[InstanceId, int]], *, now: float) -> None:
-        """`instances` gives each instance's id and the number of GPUs it holds."""
+    def __init__(
+        self,
+        instances: Iterable[tuple[InstanceId, int]],
+        *,
+        now: float,
+        node_of: Mapping[InstanceId, NodeRank] = EMPTY,
+    ) -> None:
+        """`instances` gives each instance's id and the number of GPUs it holds.
+
+        Those that `node_of` does not name are on the first node.
+        """
         self._members = {
-            instance_id: Member(instance_id=instance_id, num_gpus=num_gpus, since=now)
+            instance_id: Member(
+                instance_id=instance_id,
+                num_gpus=num_gpus,
+                node=node_of.get(instance_id, FIRST),
+                since=now,
+            )
             for instance_id, num_gpus in instances
         }
 
@@ -64,6 +82,7 @@ class RolloutPool:
         num_gpus: int,
         *,
         now: float,
+        node: NodeRank = FIRST,
         is_warming: bool = False,
         waits_for: frozenset[InstanceId] = frozenset(),
     ) -> None:
@@ -78,6 +97,7 @@ class RolloutPool:
         self._members[instance_id] = Member(
             instance_id=instance_id,
             num_gpus=num_gpus,
+            node=node,
             state=state,
             since=now,
             waits_for=waits_for,

@@ -21,7 +21,7 @@ from libra.serving.gate import Gate
 from libra.serving.identity import ServingIdentity
 from libra.serving.ledger import VersionLedger
 from libra.storage.arrival import when_visible
-from libra.storage.manifests import names_in, read_manifest, verify_structure, verify_weights
+from libra.storage.manifests import names_in, read_announced, verify_structure, verify_weights
 from libra.storage.receipt import holds
 from libra.storage.safetensors import model_tensors
 from libra.transfer.outcome import TransferAbortedError
@@ -187,8 +187,9 @@ class GuardedReload:
 
     async def _check(self, request: ReloadRequest, directory: Path, measured: Measured) -> Checked:
         try:
-            manifest, manifest_hash = await when_visible(partial(read_manifest, directory))
-            self._check_manifest(request, manifest, manifest_hash)
+            read = partial(read_announced, directory, request.manifest_hash)
+            manifest = await when_visible(read)
+            self._check_manifest(request, manifest)
             measured.verified.append("manifest")
             checked = await when_visible(
                 partial(self._check_files, directory, manifest, request.receipt)
@@ -223,11 +224,8 @@ class GuardedReload:
             raise outside
         return directory
 
-    def _check_manifest(
-        self, request: ReloadRequest, manifest: WeightsManifest, manifest_hash: str
-    ) -> None:
+    def _check_manifest(self, request: ReloadRequest, manifest: WeightsManifest) -> None:
         pairs = (
-            ("manifest hash", request.manifest_hash, manifest_hash),
             ("run id", request.run_id, manifest.run_id),
             ("policy version", request.policy_version, manifest.policy_version),
             ("tied embeddings", self._engine.has_tied_embeddings, manifest.tied_embeddings),

@@ -22,7 +22,8 @@ MAX_READERS: Final = 4
 """Files read at once by one check: as much as one host's memory is worth."""
 
 
-_NOT_SEEN: Final = frozenset({errno.ENOENT, errno.ESTALE})
+NOT_SEEN: Final = frozenset({errno.ENOENT, errno.ESTALE})
+"""What a host says of a shared disk that it has not looked at again."""
 
 
 class NotVisibleYetError(DataError):
@@ -42,7 +43,7 @@ def read_manifest(directory: Path) -> tuple[WeightsManifest, str]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        kind = NotVisibleYetError if error.errno in _NOT_SEEN else DataError
+        kind = NotVisibleYetError if error.errno in NOT_SEEN else DataError
         raise kind(f"{path}: {error.strerror}; these weights are not complete") from error
     try:
         manifest = msgspec.json.decode(content, type=WeightsManifest)
@@ -51,6 +52,25 @@ def read_manifest(directory: Path) -> tuple[WeightsManifest, str]:
     if manifest.format != FORMAT:
         raise DataError(f"{path}: format {manifest.format}; this version of Libra reads {FORMAT}")
     return manifest, hash_bytes(content)
+
+
+def read_announced(directory: Path, manifest_hash: str) -> WeightsManifest:
+    """Read the manifest that was announced with its hash.
+
+    Another one is not an error but an old sight of the disk: an earlier attempt wrote it under the
+    same name. Raises DataError, NotVisibleYetError when time may put it right.
+    """
+    manifest, found = read_manifest(directory)
+    if found != manifest_hash:
+        raise NotVisibleYetError(
+            f"{directory}: the manifest hash is {found}, announced was {manifest_hash}"
+        )
+    return manifest
+
+
+def verify_announced(directory: Path, manifest_hash: str) -> WeightsReceipt | None:
+    """`verify_weights` with the manifest that was announced. Raises as it does."""
+    return verify_weights(directory, read_announced(directory, manifest_hash))
 
 
 def verify_weights(directory: Path, manifest: WeightsManifest) -> WeightsReceipt | None:
@@ -137,7 +157,7 @@ def _mapped(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        kind = NotVisibleYetError if error.errno in _NOT_SEEN else DataError
+        kind = NotVisibleYetError if error.errno in NOT_SEEN else DataError
         raise kind(f"{directory}: cannot be read: {error}") from error
 
 

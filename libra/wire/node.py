@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from libra.ids import ChildId, Incarnation, NodeRank, RunId
+from libra.wire.instance import WeightsReceipt
 from libra.wire.rank import Hello as RankHello
 
 NODE_PATH: Final = "/v1/node"
@@ -191,6 +192,14 @@ class FreePort(msgspec.Struct, frozen=True, tag=True):
     port: int
 
 
+class ReadWeights(msgspec.Struct, frozen=True, tag=True):
+    """Read every byte of a published version and compare it. WeightsRead or Failed."""
+
+    call: int
+    directory: str
+    manifest_hash: str
+
+
 class ToRank(msgspec.Struct, frozen=True, tag=True):
     """The next bytes for a rank's control socket."""
 
@@ -222,6 +231,7 @@ NodeCommand: TypeAlias = (
     | Tail
     | HoldPort
     | FreePort
+    | ReadWeights
     | ToRank
     | DropRank
     | Leave
@@ -266,7 +276,13 @@ class PortHeld(msgspec.Struct, frozen=True, tag=True):
     port: int
 
 
-NodeReply: TypeAlias = Started | Failed | TreeGone | Lines | PortHeld
+class WeightsRead(msgspec.Struct, frozen=True, tag=True):
+    call: int
+    receipt: WeightsReceipt | None
+    """None where the file system allows none."""
+
+
+NodeReply: TypeAlias = Started | Failed | TreeGone | Lines | PortHeld | WeightsRead
 
 
 class ProcessEnded(msgspec.Struct, frozen=True, tag=True):

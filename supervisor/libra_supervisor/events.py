@@ -7,7 +7,15 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from libra.ids import ChildId, GroupId, Incarnation, InstanceId, PolicyVersion, ReplicaId
+from libra.ids import (
+    ChildId,
+    GroupId,
+    Incarnation,
+    InstanceId,
+    NodeRank,
+    PolicyVersion,
+    ReplicaId,
+)
 from libra.planner.plan import Plan
 from libra.rollouts.trajectory import SampleFailed, Trajectory
 from libra.wire.instance import InstanceState, ReloadAck, WeightsReceipt
@@ -29,6 +37,9 @@ class ChildStarted(msgspec.Struct, frozen=True, tag=True):
     is_adopted: bool = False
     facts: dict[str, str] = {}
     """What a later supervisor needs to take the process over, besides who it is."""
+
+    boot_id: str = ""
+    """Of the machine it runs on; empty: this one."""
 
 
 class ChildWaiting(msgspec.Struct, frozen=True, tag=True):
@@ -239,8 +250,9 @@ class ExportChecked(msgspec.Struct, frozen=True, tag=True):
     """As announced: tells the export of an earlier attempt apart."""
 
     error: str
-    receipt: WeightsReceipt | None = None
-    """For the servers on this host; None after an error, or where the file system allows none."""
+    receipt_of: dict[NodeRank, WeightsReceipt] = {}
+    """For the servers on each node; lacks those where the check did not end well, or where the file
+    system allows none."""
 
 
 class ReloadAnswered(msgspec.Struct, frozen=True, tag=True):
@@ -346,6 +358,22 @@ class ReconfigurationEnded(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+# Nodes
+
+
+class NodeJoined(msgspec.Struct, frozen=True, tag=True):
+    """A machine of the run is there, with nothing on it that was not taken over."""
+
+    node: NodeRank
+
+
+class NodeLost(msgspec.Struct, frozen=True, tag=True):
+    """A machine has let go of everything it had, for certain."""
+
+    node: NodeRank
+    reason: str
+
+
 # The run
 
 
@@ -402,6 +430,8 @@ Event: TypeAlias = (
     | HybridLeft
     | ReconfigurationWanted
     | ReconfigurationEnded
+    | NodeJoined
+    | NodeLost
     | StopRequested
     | DrainRequested
     | RestartRequested

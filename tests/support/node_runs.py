@@ -29,6 +29,9 @@ class NodeRun:
             port = probe.getsockname()[1]
         nodes = [f"{hosts.addresses[0]}:{port}", *hosts.addresses[1:]]
         self.by_slurm = options.pop("by_slurm", False)
+        self.fence = hosts.fence() if options.pop("is_fenced", False) else []
+        """Before the leader's program."""
+
         gpus = options.pop("gpus", (4, 4))
         self.overrides = [
             *("-o", f"rollout_gpus={gpus[0]}", "-o", f"train_gpus={gpus[1]}"),
@@ -64,7 +67,7 @@ class NodeRun:
             self.processes[rank] = self.hosts.run(rank, argv, log=log, env=env)
             return
         with log.open("ab") as out:
-            process = subprocess.Popen(argv, stdout=out, stderr=out, env=env)
+            process = subprocess.Popen([*self.fence, *argv], stdout=out, stderr=out, env=env)
         self.hosts.processes.append(process)
         self.processes[0] = process
 
@@ -83,7 +86,7 @@ class NodeRun:
             self.start(rank, *more)
 
     def crash(self, rank):
-        if rank:
+        if rank or self.fence:
             crash(self.processes[rank])
         else:
             self.processes[0].kill()

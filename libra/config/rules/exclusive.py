@@ -179,6 +179,7 @@ SWITCHES: Final = (
         _contains("mlflow"),
         "with mlflow",
     ),
+    Dependence(("node_loss_patience_s",), "node_loss_policy", _is("shrink"), "shrink"),
     Dependence(("api.api_host",), "api.api_port", _is_not(None), "set"),
 )
 """Set while the switch is off: a warning."""

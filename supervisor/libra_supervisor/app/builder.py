@@ -36,7 +36,7 @@ from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.loop.execute import Terms
 from libra_supervisor.nodes.remote import remote_port
 from libra_supervisor.process.spawn import Spawner
-from libra_supervisor.ranks.gang import Gang
+from libra_supervisor.ranks.gang import Gang, Hindrance
 from libra_supervisor.ranks.torchrun import TRAINER_ID, GangSite
 from libra_supervisor.rewards.pool import RewardPool
 from libra_supervisor.rollouts.client import GenerationSettings
@@ -182,32 +182,18 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
 
     def gang(self) -> Gang:
         launch = self.launch
-        site, gate = self.gang_site(launch.plan.train), self._gang_gate(launch.plan.train)
-        if site.agents:
-            return self._spread_gang(site)
-        return Gang(
-            site,
-            spawner=self.spawner,
+        cluster, train = self.cluster, launch.plan.train
+        gang = Gang(
+            self.gang_site(train),
+            spawner=self.spawner if cluster is None else cluster.gang_spawner(self.spawner),
             config=launch.config.supervision,
             choose=CheckpointChooser(launch.directory, self.inbox),
             post=self.inbox.post,
             rng=self.rng,
-            hindrance=None if gate is None else gate.hindrance,
+            hindrance=self._gang_hindrance(train),
         )
-
-    def _spread_gang(self, site: GangSite) -> Gang:
-        """A gang with ranks on other nodes."""
-        cluster = self._others()
-        gang = Gang(
-            site,
-            spawner=cluster.gang_spawner(self.spawner),
-            config=self.launch.config.supervision,
-            choose=CheckpointChooser(self.launch.directory, self.inbox),
-            post=self.inbox.post,
-            rng=self.rng,
-            hindrance=cluster.gang_hindrance,
-        )
-        cluster.take_in_ranks_for(gang)
+        if cluster is not None:
+            cluster.take_in_ranks_for(gang)
         return gang
 
     def replicas(self) -> Replicas:
@@ -248,11 +234,21 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         return Replicas(make, directory.hybrid, self.inbox.post)
 
     def reshape(self, gang: Gang, placement: TrainPlacement) -> None:
-        gate = self._gang_gate(placement)
-        gang.reshape(self.gang_site(placement), None if gate is None else gate.hindrance)
+        gang.reshape(self.gang_site(placement), self._gang_hindrance(placement))
 
-    def _gang_gate(self, placement: TrainPlacement) -> DeviceGate | None:
-        return self._gate(TRAINER_ID, placement.slots, needed_fraction=None)
+    def _gang_hindrance(self, placement: TrainPlacement) -> Hindrance | None:
+        """On the devices here, and of the nodes that the ranks lie on."""
+        slots = [it for rank, it in enumerate(placement.slots) if not placement.node_of_rank(rank)]
+        gate = self._gate(TRAINER_ID, slots, needed_fraction=None) if slots else None
+        cluster = self.cluster
+        if cluster is None:
+            return None if gate is None else gate.hindrance
+
+        async def hindrance() -> str | None:
+            reason = await cluster.gang_hindrance(placement)
+            return await gate.hindrance() if reason is None and gate is not None else reason
+
+        return hindrance
 
     def gang_site(self, placement: TrainPlacement) -> GangSite:
         launch = self.launch

@@ -5,6 +5,8 @@ claims in a new session is ended before anything is started under its name, so a
 """
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Final, assert_never
 
 import anyio
@@ -12,8 +14,11 @@ import anyio.abc
 import msgspec
 
 from libra import clock
-from libra.errors import LibraError, PeerError, SiteError
+from libra.errors import DataError, LibraError, PeerError, SiteError
 from libra.ids import ChildId, Incarnation, RunId
+from libra.storage.arrival import when_visible
+from libra.storage.manifests import verify_announced
+from libra.storage.receipt import SETTLE_S
 from libra.tracing.log import get_log
 from libra.wire import node as wire
 from libra.wire.node import NodeCommand, NodeEvent, Welcome
@@ -86,6 +91,7 @@ class NodeHands:
         self._on_leave = on_leave
         self._tongue: Tongue | None = None
         self._session = 0
+        self._term = 0
         self._swept = anyio.Event()
         self._held: dict[Incarnation, HeldChild] = {}
         self._ports: dict[int, PortLease] = {}
@@ -105,6 +111,11 @@ class NodeHands:
 
     async def begin(self, welcome: Welcome) -> None:
         await self._on_begin(welcome)
+        if welcome.term != self._term:
+            # Whoever leads now knows of none that the one before had held.
+            for port in tuple(self._ports):
+                self._free(port)
+            self._term = welcome.term
         self._session += 1
         self._swept = anyio.Event()
 
@@ -131,6 +142,8 @@ class NodeHands:
                 self._hold_port(command)
             case wire.FreePort(port):
                 self._free(port)
+            case wire.ReadWeights():
+                self._tasks.start_soon(self._read_weights, command)
             case wire.ToRank(link, data):
                 if link in self._pieces:
                     await self._pieces[link].send(data)
@@ -196,6 +209,10 @@ class NodeHands:
         held = self._held.get(command.incarnation)
         if held is None or held.has_ended or held.child_id != command.child_id:
             self._say(wire.Failed(command.call, "it does not run here"))
+            return
+        found = held.child.identity
+        if (found.pid, found.start_ticks) != (command.pid, command.start_ticks):
+            self._say(wire.Failed(command.call, f"it is pid {found.pid} here"))
             return
         self._say_started(command.call, held.child)
 
@@ -289,6 +306,24 @@ class NodeHands:
         lease = self._ports.pop(port, None)
         if lease is not None:
             lease.close()
+
+    # Weights
+
+    async def _read_weights(self, command: wire.ReadWeights) -> None:
+        """Once for all servers here: they read through this host's page cache, as we do."""
+        # Without it the files would often be too new for a receipt.
+        await clock.sleep(2 * SETTLE_S)
+
+        def on_wait(lack: str) -> None:
+            _log.warning("weights_not_seen_yet", why=lack)
+
+        check = partial(verify_announced, Path(command.directory), command.manifest_hash)
+        try:
+            receipt = await when_visible(check, on_wait=on_wait)
+        except DataError as error:
+            self._say(wire.Failed(command.call, str(error)))
+            return
+        self._say(wire.WeightsRead(command.call, receipt))
 
     # Ranks
 

@@ -14,7 +14,7 @@ from anyio.abc import TaskGroup
 from msgspec.structs import asdict, astuple
 
 from libra import clock
-from libra.ids import ChildId, InstanceId, RunId
+from libra.ids import ChildId, InstanceId, NodeRank, RunId
 from libra.planner.plan import plan_in_words
 from libra.planner.probe import SwitchPlan
 from libra.planner.replan import Replanner
@@ -228,13 +228,13 @@ class Run:
     ) -> Outcome:
         fleet, gang = builder.fleet(self._served_directory), builder.gang()
         children = Children(fleet, gang, builder.replicas())
-        adopt = await self._take_over(fleet, logs, kernel)
+        adopt = await self._take_over(fleet, logs, kernel, cluster)
         forecaster = builder.forecaster()
         self._probe_judge = ProbeJudge(self._launch, learn=forecaster.learn)
         self._replans = replans = self._replan_desk(forecaster)
         operator = self._operator(children, forecaster, replans)
         if cluster is not None:
-            operator.nodes = cluster.status
+            operator.nodes = lambda: cluster.status(self._note_of_node)
             operator.engines_of_node = self._engines_of_node
         notifier = Notifier.from_environment(self._launch.environ)
         try:
@@ -269,8 +269,13 @@ class Run:
         return self._outcome or Outcome(INTERRUPTED, "interrupted")
 
     def _engines_of_node(self, node: int) -> tuple[InstanceId, ...]:
-        instances = self._launch.plan.instances
+        instances = self._control.plans.plan.instances
         return tuple(it.instance_id for it in instances if it.node == node)
+
+    def _note_of_node(self, node: NodeRank) -> str:
+        """What the run makes of a node that it does not count on."""
+        desk = self._control.nodes
+        return "" if desk is None else desk.note(node)
 
     def _start_rim(self, tasks: TaskGroup, notifier: Notifier, operator: Operator) -> None:
         """Start what tells others about the run and decides nothing."""
@@ -281,17 +286,26 @@ class Run:
         tasks.start_soon(self._show, operator)
 
     async def _take_over(
-        self, fleet: Fleet, logs: LogRelay, kernel: Kernel
+        self, fleet: Fleet, logs: LogRelay, kernel: Kernel, cluster: Cluster | None
     ) -> dict[ChildId, Adoptee]:
         """End what an earlier supervisor left, but for the servers that go on."""
+        node_of = {ChildId(it.instance_id): it.node for it in self._launch.plan.instances}
         kept = await take_over(
             self._launch.directory,
             self._run_id,
             startable=fleet.required_facts(),
+            elsewhere={child_id for child_id, node in node_of.items() if node},
             logs=logs,
             kernel=kernel,
         )
         self._memory.remember(kept)
+        if cluster is not None:
+            cluster.let_stay(
+                {
+                    node: frozenset(it for it in kept if node_of[it] == node)
+                    for node in cluster.nodes
+                }
+            )
         return {child_id: adoptee_of(record) for child_id, record in kept.items()}
 
     async def _work(
@@ -319,6 +333,7 @@ class Run:
                     trainer=TrainerPlace(builder, gang),
                     plans=PlanFiles(self._launch, self._memory, forecaster),
                     engines=fleet,
+                    readers=builder.cluster,
                     rollouts=runner,
                     evaluations=evaluations,
                     routing=SchedulerRouting(self._scheduler, fleet, builder.room),

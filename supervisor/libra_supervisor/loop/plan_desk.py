@@ -55,6 +55,9 @@ class PlanDesk:
         self.policy = policy
         self.hybrids = hybrids
         self.change: Reconfiguration | None = None
+        self.home: Plan | None = None
+        """With every node there, once the loss of one has changed the plan."""
+
         self.stages = StageClock()
         """Of the change under way."""
 
@@ -205,7 +208,8 @@ class PlanDesk:
             plan=self.plan if change is None else plan_on(change.ground, self.plan),
             next_number=self._next_number,
             order=self.interrupted if change is None else change.order,
-            lost_slots=tuple(sorted(slot for _, slot in lost)),
+            lost_slots=tuple(sorted(slot for node, slot in lost if not node)),
+            home=self.home,
         )
         if memory == self._kept:
             return None

@@ -105,7 +105,8 @@ def follow_change(state: RunState, at: Moment) -> tuple[Command, ...]:
         if change is None:
             break
         done += _carried_out(state, notice(change, at.now), at)
-    memory = state.plans.memory_if_changed() if state.plans.policy.is_enabled else None
+    is_kept = state.plans.policy.is_enabled or state.plans.home is not None
+    memory = state.plans.memory_if_changed() if is_kept else None
     return (*done, *([] if memory is None else [commands.KeepPlan(memory)]))
 
 
@@ -127,7 +128,7 @@ def _on_wanted(
     if isinstance(found, Refusal):
         return _refused(state, event, found, at)
     order = Order(decision_id=event.decision_id, reason=event.reason, old=plans.plan, wanted=wanted)
-    plans.change = change = Reconfiguration(
+    change = Reconfiguration(
         order,
         ground,
         plans.policy.rules(wanted),
@@ -140,8 +141,30 @@ def _on_wanted(
         "why": event.reason,
         "transitions": [in_words(it) for it in found],
     }
+    return begin(state, change, fields, at)
+
+
+def begin(
+    state: RunState, change: Reconfiguration, fields: dict[str, object], at: Moment
+) -> tuple[Command, ...]:
+    """Make it the change that is under way; `fields` say why in the log."""
+    state.plans.change = change
     said = commands.Say("reconfiguration_begun", fields)
     return (said, *_carried_out(state, change.begin(now=at.now), at))
+
+
+def overtaken(state: RunState, reason: str, at: Moment) -> tuple[Command, ...]:
+    """Write down that the change under way, if any, is given up for another one.
+
+    What it has done so far stays, and the other one begins from there.
+    """
+    plans, change = state.plans, state.plans.change
+    if change is None:
+        return ()
+    plans.change = None
+    plans.lost = change.ground.lost
+    record = _record(state, change.order, "failed", f"overtaken: {reason}", at)
+    return _told(state, record)
 
 
 def why_not_now(state: RunState) -> str:
@@ -253,7 +276,7 @@ def _ended(
     plans.change = None
     plans.lost = change.ground.lost
     before, plans.plan = plans.plan, result.plan
-    record = _record(state, order.decision_id, result.outcome, result.reason, at)
+    record = _record(state, order, result.outcome, result.reason, at)
     record = msgspec.structs.replace(
         record,
         total_s=result.total_s,
@@ -277,15 +300,20 @@ def _ended(
 def _refused(
     state: RunState, event: events.ReconfigurationWanted, refusal: Refusal, at: Moment
 ) -> tuple[Command, ...]:
-    record = _record(state, event.decision_id, "refused", refusal.reason, at)
+    record = _record(state, event, "refused", refusal.reason, at)
     return _told(state, msgspec.structs.replace(record, transitions=refusal.transitions))
 
 
 def _record(
-    state: RunState, decision_id: int, outcome: Outcome, reason: str, at: Moment
+    state: RunState,
+    of: Order | events.ReconfigurationWanted,
+    outcome: Outcome,
+    reason: str,
+    at: Moment,
 ) -> ReconfigurationRecord:
     return ReconfigurationRecord(
-        decision_id=decision_id,
+        decision_id=of.decision_id,
+        cause=of.cause if isinstance(of, Order) else "decision",
         wall_time_ns=at.wall_ns,
         step=state.cycle.step,
         strategy=state.plans.policy.strategy,

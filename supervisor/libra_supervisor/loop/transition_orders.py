@@ -34,14 +34,20 @@ def orders_for(  # noqa: C901, PLR0911, PLR0912 - a table
     match transition:
         case Warm(placements):
             for it in placements:
-                holders = _holders(state, it)
-                pool.add(it.instance_id, it.tp, now=at.now, is_warming=True, waits_for=holders)
+                pool.add(
+                    it.instance_id,
+                    it.tp,
+                    now=at.now,
+                    node=it.node,
+                    is_warming=True,
+                    waits_for=_holders(state, it),
+                )
             return tuple(commands.AddInstance(it, has_devices=False) for it in placements)
         case Start(placements):
             for it in placements:
                 member = pool.get(it.instance_id)
                 if member is None or member.state is MemberState.GONE:
-                    pool.add(it.instance_id, it.tp, now=at.now)
+                    pool.add(it.instance_id, it.tp, now=at.now, node=it.node)
                 pool.on_given_devices(it.instance_id, now=at.now)
             return tuple(commands.AddInstance(it, has_devices=True) for it in placements)
         case Drain(instance_ids, gives_back):
@@ -66,6 +72,7 @@ def orders_for(  # noqa: C901, PLR0911, PLR0912 - a table
             return ()
         case ReshapeTraining(placement):
             state.ready_step = None
+            state.probe.on_other_layout()
             if state.hybrids is not None:
                 state.hybrids.on_core_reshaped(placement)
             return state.follow(state.cycle.on_reshape_wanted(), at)

@@ -6,6 +6,7 @@ import msgspec
 
 from libra.ids import InstanceId, ReplicaId
 from libra.planner.plan import Plan
+from libra.pools.reconfiguration import Cause
 
 Outcome: TypeAlias = Literal["done", "rolled_back", "refused", "failed"]
 """`done`: the plan wanted is in force. `rolled_back`: the plan before is, and serves. `refused`:
@@ -48,6 +49,9 @@ class ReconfigurationRecord(
     """One change of the plan, from the first transition to the last."""
 
     decision_id: int
+    """0 where no decision came before it: a node was lost, or came back."""
+
+    cause: Cause = "decision"
     wall_time_ns: int
     step: int
     strategy: str

@@ -293,6 +293,33 @@ async def test_weights_changed_while_the_engine_loads_them_are_not_served(app, r
     assert answer.status == 503
 
 
+@pytest.mark.case("R-B79")
+async def test_a_version_of_an_earlier_attempt_is_not_taken_for_the_announced_one(app, running):
+    """Another host may see the directory that stood there before for a while."""
+    app.engine.step_s = 0.2
+    directory, _ = app.published[2]
+    stood_before = directory.with_name("stood_before")
+    directory.rename(stood_before)
+    app.published[2] = publish_weights(app.weights_directory, 2, tensors=tiny_tensors(9))
+    request = app.request_for(2)
+    to_come = directory.with_name("to_come")
+    directory.rename(to_come)
+    stood_before.rename(directory)
+
+    async def come():
+        await clock.sleep(VISIBLE_WITHIN_S / 2)
+        assert app.engine.calls == []
+        directory.rename(stood_before)
+        to_come.rename(directory)
+
+    async with running(), anyio.create_task_group() as tasks:
+        tasks.start_soon(come)
+        ack = await app.reload(2)
+        state = await app.state()
+    assert ack.error is None
+    assert state["manifest_hash"] == request.manifest_hash
+
+
 @pytest.mark.case("T-B68")
 async def test_damaged_files_are_refused_before_the_pause(app, running):
     app.engine.step_s = 5.0  # what is short is waited for, and a step costs real time

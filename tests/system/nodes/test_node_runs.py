@@ -60,19 +60,35 @@ def test_the_crash_of_a_follower_costs_its_lease_and_no_step(tmp_path):
         assert sorted(set(run.steps())) == list(range(1, 1 + max(run.steps())))
 
 
-def test_a_leader_that_is_killed_and_started_again_goes_on(tmp_path):
+def test_a_leader_that_is_killed_and_started_again_goes_on_with_the_servers_of_all(tmp_path):
     with hosts(3) as made:
-        run = NodeRun(made, tmp_path, total_steps=1000)
+        run = NodeRun(made, tmp_path, total_steps=1000, is_fenced=True)
         run.start_all()
         run.until_step(2)
+        server = made.children(run.processes[1], "fake_server.py")
+        ranks = made.children(run.processes[1], "fake_trainer.py")
         run.crash(0)
         before = max(run.steps())
         run.start(0, "--resume")
         run.until_step(before + 2)
+        # Every server is the one from before, and no rank is.
+        assert made.children(run.processes[1], "fake_server.py") == server
+        assert len(server) == 1
+        assert not any(it.is_running() for it in ranks)
+        for name in ("vllm-0", "vllm-3"):
+            first, second = started_in(run.run_dir, name)
+            assert (first["pid"], first["incarnation"]) == (second["pid"], second["incarnation"])
+            assert second["is_adopted"]
         assert run.call("stop").returncode == 0
         assert run.wait_all() == {0: 0, 1: 0, 2: 0}, run.said()
         assert sorted(set(run.steps())) == list(range(1, 1 + max(run.steps())))
         assert json.loads((run.run_dir / "term.json").read_text())["term"] == 2
+
+
+def started_in(run_dir, child):
+    lines = (run_dir / "journal.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    return [it for it in entries if it["name"] == "ChildStarted" and it["child_id"] == child]
 
 
 def test_stopping_one_node_saves_and_stops_the_run_on_all(tmp_path):
