@@ -282,6 +282,19 @@ def test_replicas_of_a_core_with_fewer_data_ranks_than_experts_are_refused():
     assert record.reason == "a replica has 2 data-parallel ranks, for EP 2, and the core only 1"
 
 
+def test_replicas_that_would_get_no_sample_are_refused():
+    world, rng = elastic(elastic_hybrid_min_rollout_gpus=0), Random(7)
+    until(world, rng, a_step_is_trained)
+    desk = world.control.plans
+    # Batches of the world have four trajectories.
+    assert desk.why_not(plan([2], [0], [1, 3, 4])) == ""
+    want(world, plan([2], [0], [1, 3, 4, 5]))
+    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    [refused] = records(world)
+    assert refused.outcome == "refused"
+    assert refused.reason == "a mini-batch of 4 trajectories cannot be cut for 5 ranks"
+
+
 def test_a_plan_that_the_batch_does_not_divide_over_is_refused():
     world, rng = elastic(), Random(7)
     until(world, rng, a_step_is_trained)
