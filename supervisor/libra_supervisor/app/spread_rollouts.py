@@ -307,6 +307,7 @@ class SpreadRollouts:
             self._others[node].say(order)
         except PeerError as error:
             # It is about to be lost, and what it has to make with it.
+            self._spread.on_silent(node)
             _log.info("node_not_told", node=node, order=type(order).__name__, why=str(error))
 
     def _hear(self, event: SampleEvent | None) -> None:

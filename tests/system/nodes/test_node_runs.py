@@ -63,7 +63,9 @@ def test_the_crash_of_a_follower_costs_its_lease_and_no_step(tmp_path):
 def test_every_node_makes_trajectories_and_the_crash_of_one_costs_and_doubles_none(tmp_path):
     with hosts(3) as made:
         # The third host has neither servers nor ranks: it makes trajectories and nothing else.
-        run = NodeRun(made, tmp_path, total_steps=1000, gpus=(2, 2))
+        # What waits for the lease of a lost one must not be too stale by then.
+        options = {"total_steps": 1000, "max_head_offpolicyness": 1000}
+        run = NodeRun(made, tmp_path, gpus=(2, 2), **options)
         run.start_all("-o", "reward=slow_rewards:said")
         run.until(lambda: all(scored_on(run, rank) >= 4 for rank in (0, 1, 2)), within_s=120)
         run.until(lambda: in_progress(run)[2], within_s=60)
@@ -87,7 +89,7 @@ def test_every_node_makes_trajectories_and_the_crash_of_one_costs_and_doubles_no
     # Each by the first try of its prompt.
     assert {name.split("/")[2] for name in names} == {"a0"}
     lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
-    assert set(json.loads(lines[-1])["num_dropped"]) <= {"stale"}
+    assert json.loads(lines[-1])["num_dropped"] == {}
 
 
 def scored_on(run, rank):
