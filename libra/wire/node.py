@@ -12,6 +12,7 @@ import msgspec
 
 from libra.ids import ChildId, Incarnation, NodeRank, RunId
 from libra.wire.instance import WeightsReceipt
+from libra.wire.node_rollouts import RolloutOrder, RolloutWord
 from libra.wire.rank import Hello as RankHello
 
 NODE_PATH: Final = "/v1/node"
@@ -235,6 +236,7 @@ NodeCommand: TypeAlias = (
     | ToRank
     | DropRank
     | Leave
+    | RolloutOrder
 )
 
 
@@ -324,4 +326,6 @@ class StopAsked(msgspec.Struct, frozen=True, tag=True):
     in_hurry: bool
 
 
-NodeEvent: TypeAlias = NodeReply | ProcessEnded | RankLinked | FromRank | RankUnlinked | StopAsked
+NodeEvent: TypeAlias = (
+    NodeReply | ProcessEnded | RankLinked | FromRank | RankUnlinked | StopAsked | RolloutWord
+)

@@ -12,21 +12,22 @@ from libra.errors import InvariantError
 from libra.ids import ChildId, InstanceId, RunId
 from libra.planner.plan import HybridPlacement, InstancePlacement, TrainPlacement
 from libra.scheduling.scheduler import Scheduler
-from libra.workflows.loading import load_workflow
 from libra_supervisor.app.cluster import Cluster
 from libra_supervisor.app.device_gate import DeviceGate
-from libra_supervisor.app.drain_watch import DrainWatch
+from libra_supervisor.app.drain_watch import DrainWatch, Traffic
 from libra_supervisor.app.engine import Engine, EngineSite, HeldPort
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.app.foreign import ForeignEngine
 from libra_supervisor.app.launch import Launch
+from libra_supervisor.app.making import load_exchange, rollout_runner
 from libra_supervisor.app.parts import batch_shape
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import CheckpointChooser
 from libra_supervisor.app.replicas import Hear, Replicas, make_lane_key
 from libra_supervisor.app.routing import EngineRouter
 from libra_supervisor.app.scoring import reward_pool_of
+from libra_supervisor.app.spread_rollouts import SpreadRollouts
 from libra_supervisor.events import Event
 from libra_supervisor.gateway.gateway import Gateway, GatewayOptions
 from libra_supervisor.gateway.waiting import WaitingRoom
@@ -35,13 +36,12 @@ from libra_supervisor.instances.client import MODEL_NAME
 from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.loop.execute import Terms
 from libra_supervisor.nodes.remote import remote_port
+from libra_supervisor.nodes.site import LEADER
 from libra_supervisor.process.spawn import Spawner
 from libra_supervisor.ranks.gang import Gang, Hindrance
 from libra_supervisor.ranks.torchrun import TRAINER_ID, GangSite
 from libra_supervisor.rewards.pool import RewardPool
-from libra_supervisor.rollouts.client import GenerationSettings
-from libra_supervisor.rollouts.runner import RolloutRunner, RunnerParts
-from libra_supervisor.shared_load.directory import SharedDirectory
+from libra_supervisor.rollouts.runner import RolloutRunner
 from libra_supervisor.shared_load.exchange import LoadExchange
 
 LOOPBACK: Final = "127.0.0.1"
@@ -75,6 +75,9 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster | None = None
     """The other nodes; None when there are none."""
 
+    others: SpreadRollouts | None = None
+    """What has trajectories made on them."""
+
     def terms(self) -> Terms:
         config = self.launch.config
         return Terms(
@@ -93,7 +96,8 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             directory=launch.directory,
             config=config,
             device=launch.device,
-            host=LOOPBACK,
+            # Every node has to reach every server.
+            host=LOOPBACK if self.cluster is None else self.cluster.site.own_host,
             token=self.token,
             token_file=self.token_file,
             env=launch.environ,
@@ -127,12 +131,13 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
                     needed_fraction=config.rollout.gpu_memory_utilization,
                 ),
                 has_devices=has_devices,
+                traffic=self._traffic,
             )
 
         return Fleet(
             launch.plan.instances,
             make=make,
-            watch=DrainWatch(self.scheduler, self.room, self.inbox.post),
+            watch=DrainWatch(self._traffic, self.room, self.inbox.post),
             config=config.supervision,
             spawner=self.spawner,
             weights=config.weights,
@@ -173,7 +178,13 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             gate=node,
             spawner=cluster.spawner_for(placement.node, self.spawner),
             hold_port=hold_port,
+            traffic=self._traffic,
         )
+
+    @property
+    def _traffic(self) -> Traffic:
+        """What is in flight on servers, from whichever node."""
+        return self.scheduler if self.others is None else self.others
 
     def _others(self) -> Cluster:
         if self.cluster is None:
@@ -298,24 +309,12 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def runner(self, tasks: PromptDataset, fleet: Fleet, pool: RewardPool) -> RolloutRunner:
-        config = self.launch.config
-        return RolloutRunner(
-            RunnerParts(
-                tasks=tasks,
-                workflow=load_workflow(config.data.workflow, config.data.workflow_args),
-                tokenizer=self.prompts.tokenizer,
-                router=EngineRouter(self.room, fleet),
-                scorer=pool,
-                post=self.inbox.post,
-                settings=GenerationSettings(
-                    run_seed=config.control.seed,
-                    max_model_len=config.rollout.max_model_len,
-                    max_new_tokens=config.rollout.max_new_tokens,
-                    vocab_size=None if config.model_arch is None else config.model_arch.vocab_size,
-                    temperature=config.rollout.temperature,
-                    top_p=config.rollout.top_p,
-                ),
-            )
+        return rollout_runner(
+            self.launch.config,
+            tasks,
+            router=EngineRouter(self.room, fleet),
+            scorer=pool,
+            post=self.inbox.post if self.others is None else self.others.on_own,
         )
 
     def forecaster(self) -> Forecaster:
@@ -325,15 +324,15 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def load_exchange(self) -> LoadExchange | None:
-        """With the other schedulers of the fleet; None without a shared directory."""
-        scheduling = self.launch.config.heterogeneous_rollout.scheduling
-        if not scheduling.shared_load_dir:
-            return None
-        writer = f"{self.rng.getrandbits(64):016x}"
-        # One supervisor is one scheduler: its run and node name it among all others.
-        rank = f"{self.run_id}-0"
-        files = SharedDirectory(Path(scheduling.shared_load_dir), rank=rank, writer=writer)
-        return LoadExchange(self.scheduler, files, scheduling, rank=rank, writer=writer)
+        """With the other schedulers of the servers; None when this is the only one."""
+        return load_exchange(
+            self.scheduler,
+            self.launch.config,
+            self.launch.directory,
+            run_id=self.run_id,
+            node=None if self.cluster is None else LEADER,
+            rng=self.rng,
+        )
 
     def gateway(self, fleet: Fleet) -> Gateway:
         config = self.launch.config

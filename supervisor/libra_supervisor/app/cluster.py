@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from itertools import groupby
 from random import Random
-from typing import Final, TypeAlias, assert_never
+from typing import Final, Protocol, TypeAlias, assert_never
 
 import anyio
 import anyio.abc
@@ -69,6 +69,19 @@ _POLL_S: Final = 0.1
 _log = get_log()
 
 
+class NodeListener(Protocol):
+    """Who wants to know which nodes come and go."""
+
+    def on_joined(self, node: NodeRank) -> None:
+        """A new session; whatever it did in an earlier one is over."""
+
+    def on_suspected(self, node: NodeRank) -> None: ...
+
+    def on_recovered(self, node: NodeRank) -> None: ...
+
+    def on_lost(self, node: NodeRank) -> None: ...
+
+
 class Cluster:
     """Node 0's view of all nodes. Made inside the event loop; takes the next term."""
 
@@ -111,9 +124,16 @@ class Cluster:
         }
         self._tasks: anyio.abc.TaskGroup | None = None
         self._gang: Gang | None = None
+        self.listener: NodeListener | None = None
+        """Hears of nodes after their children have."""
+
         self._is_replaced = False
         self._may_stay: dict[NodeRank, frozenset[ChildId]] | None = None
         self._joined_early: set[NodeRank] = set()
+
+    @property
+    def term(self) -> int:
+        return self._term
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -246,7 +266,7 @@ class Cluster:
             return lease_port(host)
         return await remote_port(self.nodes[node], host, 0)
 
-    async def _on_event(self, event: ClusterEvent) -> None:
+    async def _on_event(self, event: ClusterEvent) -> None:  # noqa: C901, PLR0912 - a table
         match event:
             case NodeSaid(node, said):
                 self.nodes[node].on_said(said)
@@ -257,12 +277,18 @@ class Cluster:
                 await self._post(events.NodeJoined(node))
             case NodeSuspected(node, reason):
                 _log.warning("node_suspected", node=node, why=reason)
+                if self.listener is not None:
+                    self.listener.on_suspected(node)
             case NodeRecovered(node):
                 _log.info("node_recovered", node=node)
+                if self.listener is not None:
+                    self.listener.on_recovered(node)
             case NodeLost(node, reason):
                 _log.warning("node_lost", node=node, why=reason)
                 self._joined_early.discard(node)
                 self.nodes[node].on_lost(reason)
+                if self.listener is not None:
+                    self.listener.on_lost(node)
                 await self._post(events.NodeLost(node, reason))
             case _:
                 assert_never(event)
@@ -273,6 +299,8 @@ class Cluster:
             return
         self._joined_early.discard(node)
         self.nodes[node].on_joined(tuple(sorted(self._may_stay.pop(node, ()))))
+        if self.listener is not None:
+            self.listener.on_joined(node)
 
     def _on_rank(self, linked: RankLinked, link: RelayedLink) -> None:
         if self._tasks is not None:

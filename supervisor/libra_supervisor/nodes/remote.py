@@ -17,6 +17,7 @@ from libra.tracing.log import get_log
 from libra.wire import node as wire
 from libra.wire.instance import WeightsReceipt
 from libra.wire.node import MAX_PIECE_BYTES, NodeCommand, NodeEvent, NodeReply
+from libra.wire.node_rollouts import RolloutWord
 from libra.wire.rank import RankEvent
 from libra_supervisor.nodes.leader import LeaderEnd
 from libra_supervisor.process.child import ExitStatus
@@ -60,6 +61,9 @@ class RemoteNode:
         self.on_stop: Callable[[wire.StopAsked], None] | None = None
         """Called when somebody stops the node's supervisor."""
 
+        self.on_rollouts: Callable[[RolloutWord], None] | None = None
+        """Called with what the node says of trajectories."""
+
     async def hindrance(self) -> str | None:
         """Why nothing can be started there now; None when it can."""
         if not self._end.reigns():
@@ -79,6 +83,10 @@ class RemoteNode:
         self._drop_all(reason)
 
     def on_said(self, event: NodeEvent) -> None:  # noqa: C901, PLR0912 - a table
+        if isinstance(event, RolloutWord):
+            if self.on_rollouts is not None:
+                self.on_rollouts(event)
+            return
         match event:
             case wire.ProcessEnded():
                 self._on_ended(event)
