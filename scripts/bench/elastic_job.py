@@ -37,7 +37,8 @@ class Job:
     ) -> None:
         self.run_dir = folder / "run"
         self._log = folder / "run.out"
-        self._env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'supervisor'}"}
+        paths = (ROOT, ROOT / "supervisor", os.environ.get("PYTHONPATH", ""))
+        self._env = {**os.environ, "PYTHONPATH": ":".join(filter(None, map(str, paths)))}
         given = (
             *(f"model_path={model}", f"tokenizer_path={tokenizer}", f"train_data={data}"),
             *("train_gpus=1", "rollout_gpus=2", "total_steps=100000", "save_interval=0"),
