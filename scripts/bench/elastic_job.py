@@ -37,7 +37,8 @@ class Job:
     ) -> None:
         self.run_dir = folder / "run"
         self._log = folder / "run.out"
-        self._env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'supervisor'}"}
+        paths = (ROOT, ROOT / "supervisor", os.environ.get("PYTHONPATH", ""))
+        self._env = {**os.environ, "PYTHONPATH": ":".join(filter(None, map(str, paths)))}
         given = (
             *(f"model_path={model}", f"tokenizer_path={tokenizer}", f"train_data={data}"),
             *("train_gpus=1", "rollout_gpus=2", "total_steps=100000", "save_interval=0"),
@@ -108,17 +109,24 @@ class Job:
 
 def summary(
     change: Mapping[str, Any],
-    steps: Iterable[Mapping[str, Any]],
+    steps: list[dict[str, Any]],
     *,
-    usual: list[Mapping[str, Any]],
+    usual: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """One change beside the steps that it fell into, and what a step took before it."""
+    """One change beside the steps that it fell into, and what a step took before it.
+
+    `beyond_usual_s`: what lies between the end of the last step before the change and that of the
+    first after it, less what so many steps take usually. The time that the trainer is held in is no
+    step's.
+    """
     ended_at = change["wall_time_ns"]
     begun_at = ended_at - int(change["total_s"] * 1e9)
-    inside = [it for it in steps if it["wall_time_ns"] > begun_at and began_at(it) < ended_at]
+    before = [it["wall_time_ns"] for it in steps if it["wall_time_ns"] <= begun_at]
+    after = [it["wall_time_ns"] for it in steps if began_at(it) >= ended_at]
+    inside = [it for it in steps if before[-1] < it["wall_time_ns"] <= after[0]]
     step_s = statistics.median(it["step_s"] for it in usual)
     wait_s = statistics.median(it["rollout_wait_s"] for it in usual)
-    beyond_s = sum(it["step_s"] - step_s for it in inside)
+    beyond_s = (after[0] - before[-1]) / 1e9 - len(inside) * step_s
     return {
         "switch_s": change["total_s"],
         "phases_s": change["phases"],

@@ -135,7 +135,6 @@ def _on_wanted(
         timeout_s=plans.policy.timeout_s,
         now=at.now,
     )
-    plans.stages = StageClock(attempt=state.attempt)
     fields: dict[str, object] = {
         "decision": event.decision_id,
         "why": event.reason,
@@ -149,6 +148,7 @@ def begin(
 ) -> tuple[Command, ...]:
     """Make it the change that is under way; `fields` say why in the log."""
     state.plans.change = change
+    state.plans.stages = StageClock(attempt=state.attempt)
     said = commands.Say("reconfiguration_begun", fields)
     return (said, *_carried_out(state, change.begin(now=at.now), at))
 
@@ -161,10 +161,11 @@ def overtaken(state: RunState, reason: str, at: Moment) -> tuple[Command, ...]:
     plans, change = state.plans, state.plans.change
     if change is None:
         return ()
+    plans.stages.look({}, now=at.now)
     plans.change = None
     plans.lost = change.ground.lost
     record = _record(state, change.order, "failed", f"overtaken: {reason}", at)
-    return _told(state, record)
+    return _told(state, msgspec.structs.replace(record, stages=plans.stages.seconds))
 
 
 def why_not_now(state: RunState) -> str:
