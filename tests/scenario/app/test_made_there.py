@@ -49,7 +49,8 @@ def asked(server):
 async def test_a_group_that_another_node_makes_has_the_names_seeds_and_rewards_it_has_anywhere(
     tmp_path,
 ):
-    async with made_there(tmp_path) as made:
+    unused = ("heterogeneous_rollout.scheduling.metrics_poll_interval_s=0.01",)
+    async with made_there(tmp_path, overrides=unused) as made:
         await start_there(made)
         await until(lambda: len(made.of(SampleFinished)) == 4, within_s=20)
         made.each_once()
