@@ -50,6 +50,12 @@ class Servers(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     gone: tuple[InstanceId, ...] = ()
 
 
+class GiveBack(msgspec.Struct, frozen=True, tag=True):
+    """Place anew what is in flight on a server, which has been taken out of routing."""
+
+    instance_id: InstanceId
+
+
 class TakePart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Get ready to make trajectories. CanMake or CannotMake."""
 
@@ -90,7 +96,7 @@ class DropJob(msgspec.Struct, frozen=True, tag=True):
     job: int
 
 
-RolloutOrder: TypeAlias = TakePart | Servers | MakeSamples | MakeAgain | DropJob
+RolloutOrder: TypeAlias = TakePart | Servers | GiveBack | MakeSamples | MakeAgain | DropJob
 
 
 # Events

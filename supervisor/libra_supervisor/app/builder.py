@@ -137,7 +137,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         return Fleet(
             launch.plan.instances,
             make=make,
-            watch=DrainWatch(self._traffic, self.room, self.inbox.post),
+            watch=DrainWatch(self._traffic, self._give_back, self.inbox.post),
             config=config.supervision,
             spawner=self.spawner,
             weights=config.weights,
@@ -185,6 +185,11 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
     def _traffic(self) -> Traffic:
         """What is in flight on servers, from whichever node."""
         return self.scheduler if self.others is None else self.others
+
+    def _give_back(self, instance_id: InstanceId) -> None:
+        self.room.give_back(instance_id)
+        if self.others is not None:
+            self.others.give_back(instance_id)
 
     def _others(self) -> Cluster:
         if self.cluster is None:

@@ -9,7 +9,6 @@ from anyio.abc import TaskGroup
 from libra import clock
 from libra.ids import InstanceId
 from libra_supervisor.events import InstanceDrained
-from libra_supervisor.gateway.waiting import WaitingRoom
 
 POLL_S: Final = 0.05
 
@@ -27,18 +26,19 @@ class DrainWatch:
     def __init__(
         self,
         traffic: Traffic,
-        room: WaitingRoom,
+        give_back: Callable[[InstanceId], object],
         post: Callable[[InstanceDrained], Awaitable[None]],
     ) -> None:
+        """`give_back` has all requests on an instance placed anew."""
         self._traffic = traffic
-        self._room = room
+        self._give_back = give_back
         self._post = post
         self._scope_of: dict[InstanceId, anyio.CancelScope] = {}
 
     def begin(self, instance_id: InstanceId, *, tasks: TaskGroup, gives_back: bool) -> None:
         """Nothing new is placed there any more. `gives_back`: what is there is placed anew."""
         if gives_back:
-            self._room.give_back(instance_id)
+            self._give_back(instance_id)
         self.end(instance_id)
         self._scope_of[instance_id] = scope = anyio.CancelScope()
         tasks.start_soon(self._watch, instance_id, scope)

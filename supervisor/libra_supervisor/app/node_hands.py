@@ -171,6 +171,7 @@ class NodeHands:
             case (
                 rollouts.TakePart()
                 | rollouts.Servers()
+                | rollouts.GiveBack()
                 | rollouts.MakeSamples()
                 | rollouts.MakeAgain()
                 | rollouts.DropJob()

@@ -156,6 +156,7 @@ class Part:
         self._is_open = True
         self._early: list[wire.Servers] = [order.servers]
         self._servers: FollowedServers | None = None
+        self._room: WaitingRoom | None = None
         self._runners: dict[bool, RolloutRunner] = {}
         """By whether the group is of an evaluation."""
 
@@ -193,6 +194,9 @@ class Part:
                     self._early.append(order)
                 else:
                     self._servers.take(order)
+            case wire.GiveBack(instance_id):
+                if self._room is not None:
+                    self._room.give_back(instance_id)
             case wire.MakeSamples():
                 self._start(order)
             case wire.MakeAgain(number, samples):
@@ -224,7 +228,7 @@ class Part:
             explained=explained_if_debugging(),
         )
         servers = FollowedServers(scheduler, scheduling, token=token, rng=site.rng)
-        room = WaitingRoom(scheduler)
+        room = self._room = WaitingRoom(scheduler)
         exchange = load_exchange(
             scheduler, config, site.directory, run_id=site.run_id, node=site.node, rng=site.rng
         )

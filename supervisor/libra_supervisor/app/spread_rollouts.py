@@ -140,6 +140,13 @@ class SpreadRollouts:
         )
         return self._traffic.num_in_flight(instance_id) + elsewhere
 
+    def give_back(self, instance_id: InstanceId) -> None:
+        """Have the other nodes place anew what they have there; call it when it is withdrawn."""
+        self._flush_roster()
+        for node, part in self._parts.items():
+            if not part.why_not:
+                self._tell(node, wire.GiveBack(instance_id))
+
     # This node
 
     async def on_own(self, event: SampleEvent) -> None:

@@ -230,6 +230,22 @@ async def test_a_server_that_leaves_is_used_until_every_node_has_read_it_and_is_
         assert made.in_flight("vllm-0") == 0
 
 
+async def test_what_is_in_flight_on_a_server_that_leaves_at_once_is_placed_anew(tmp_path):
+    async with made_there(tmp_path, servers=("vllm-0", "vllm-1")) as made:
+        leaving, staying = made.servers.values()
+        leaving.freeze_tokens = staying.freeze_tokens = True
+        await start_there(made)
+        await until(lambda: leaving.num_running == 2 and staying.num_running == 2)
+        made.withdraw("vllm-0")
+        made.rollouts.give_back("vllm-0")
+        await until(lambda: leaving.num_running == 0 and staying.num_running == 4)
+        await until(lambda: made.in_flight("vllm-0") == 0)
+        staying.freeze_tokens = False
+        await until(lambda: len(made.of(SampleFinished)) == 4, within_s=20)
+        made.each_once()
+        assert {it.instance_ids for it in made.trajectories().values()} == {("vllm-1",)}
+
+
 async def test_a_server_that_is_replaced_answers_under_its_new_address(tmp_path):
     async with made_there(tmp_path, servers=("vllm-0", "vllm-1")) as made:
         made.rollouts.roster.forget("vllm-1")
