@@ -181,7 +181,12 @@ class Part:
                 self._say(wire.CannotMake(str(error)))
                 self._is_open = False
 
-    def obey(self, order: RolloutOrder) -> None:  # noqa: C901, PLR0912 - a table
+    def obey(self, order: RolloutOrder) -> None:
+        """Orders of before the leader heard that nothing is made here are left undone."""
+        if self._is_open:
+            self._do(order)
+
+    def _do(self, order: RolloutOrder) -> None:  # noqa: C901, PLR0912 - a table
         match order:
             case wire.Servers():
                 if self._servers is None:
@@ -255,14 +260,15 @@ class Part:
             await self._report(scheduler, servers)
 
     def _start(self, order: wire.MakeSamples) -> None:
-        if not self._is_open:
-            return  # it cannot any more, which the leader has been told
         group = AdmittedGroup(
             PromptRef(order.prompt_id, order.row, order.epoch), order.attempt, order.n_samples
         )
         job = Job(order.job, group.group_id, len(order.samples))
         self._job_of[group.group_id] = job
-        self._runner_of(group.group_id).start(group, order.samples)
+        runner = self._runner_of(group.group_id)
+        # An earlier job of the group has said all it had to, but may not have wound down.
+        runner.cancel(group.group_id)
+        runner.start(group, order.samples)
 
     def _runner_of(self, group_id: GroupId) -> RolloutRunner:
         return self._runners[is_evaluated(group_id)]
@@ -280,24 +286,24 @@ class Part:
                 if group_id in self._job_of:
                     self._say(wire.SampleAlive(self._job_of[group_id].number, sample))
             case SampleGaveUp(group_id, sample, failure):
-                job = self._ended(group_id)
+                job = self._job_of.get(group_id)
                 if job is not None:
                     self._say(wire.SampleGone(job.number, sample, failure.kind, failure.message))
+                    self._end(job)
             case SampleFinished(trajectory):
-                job = self._ended(trajectory.group_id)
+                job = self._job_of.get(trajectory.group_id)
                 if job is not None:
-                    self.num_finished += 1
                     await self._send(job, trajectory)
+                    self.num_finished += 1
+                    self._end(job)
             case _:
                 assert_never(event)
 
-    def _ended(self, group_id: GroupId) -> Job | None:
-        job = self._job_of.get(group_id)
-        if job is not None:
-            job.num_left -= 1
-            if job.num_left == 0:
-                del self._job_of[group_id]
-        return job
+    def _end(self, job: Job) -> None:
+        """One of its samples has ended."""
+        job.num_left -= 1
+        if job.num_left == 0 and self._job_of.get(job.group_id) is job:
+            del self._job_of[job.group_id]
 
     async def _send(self, job: Job, trajectory: Trajectory) -> None:
         """In pieces, so that others find their way between."""

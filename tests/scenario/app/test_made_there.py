@@ -2,6 +2,7 @@
 
 import json
 
+import anyio
 import msgspec
 import pytest
 
@@ -9,8 +10,10 @@ from libra.ids import GroupId
 from libra.rollouts.group import AdmittedGroup, PromptRef
 from libra.rollouts.seeds import sampling_seed
 from libra.rollouts.trajectory import alignment_error
+from libra.wire import node as node_wire
 from libra_supervisor.app import node_making
 from libra_supervisor.events import SampleFinished, SampleGaveUp, SampleProgressed, SampleStarted
+from libra_supervisor.nodes.follower import FollowerEnd
 from made_there import made_there
 from processes import until
 from trajectories import admitted
@@ -46,7 +49,8 @@ def asked(server):
 async def test_a_group_that_another_node_makes_has_the_names_seeds_and_rewards_it_has_anywhere(
     tmp_path,
 ):
-    async with made_there(tmp_path) as made:
+    unused = ("heterogeneous_rollout.scheduling.metrics_poll_interval_s=0.01",)
+    async with made_there(tmp_path, overrides=unused) as made:
         await start_there(made)
         await until(lambda: len(made.of(SampleFinished)) == 4, within_s=20)
         made.each_once()
@@ -159,6 +163,30 @@ async def test_a_group_that_nobody_wants_any_more_frees_its_server(tmp_path):
         made.each_once()
 
 
+async def test_a_group_begins_anew_while_the_last_words_of_before_are_still_on_their_way(
+    tmp_path, monkeypatch
+):
+    may_speak, say_when_room = anyio.Event(), FollowerEnd.say_when_room
+
+    async def when_it_may(end, event):
+        await may_speak.wait()
+        await say_when_room(end, event)
+
+    monkeypatch.setattr(FollowerEnd, "say_when_room", when_it_may)
+    async with made_there(tmp_path) as made:
+        server = made.servers["vllm-0"]
+        await start_there(made)
+        await until(lambda: len(server.completion_bodies) == 4 and server.num_running == 0)
+        await until(lambda: made.in_flight("vllm-0") == 0)
+        made.rollouts.cancel(THERE.group_id)
+        made.posted.clear()
+        made.rollouts.start(THERE)
+        await until(lambda: len(server.completion_bodies) == 8)
+        may_speak.set()
+        await until(lambda: len(made.of(SampleFinished)) == 4, within_s=20)
+        made.each_once()
+
+
 async def test_samples_that_are_asked_for_again_begin_anew_there(tmp_path):
     async with made_there(tmp_path) as made:
         server = made.servers["vllm-0"]
@@ -254,6 +282,10 @@ async def test_a_node_whose_reward_breaks_later_gives_back_what_it_has(tmp_path)
         await start_there(made)
         await until(made.why_not, within_s=60)
         assert "its disk is full" in made.why_not()
+        # Words that were on their way to it do no harm.
+        made.know("vllm-0", incarnation="b")
+        made.nodes.node.say(made.rollouts.roster.whole())
+        await made.nodes.node.ask(node_wire.Lines, lambda call: node_wire.Tail(call, "x", 1))
         left = made.own.started[THERE.group_id]
         assert len(left) == 4 - len(made.of(SampleGaveUp))
         made.each_once()

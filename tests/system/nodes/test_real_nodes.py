@@ -31,8 +31,8 @@ def test_servers_and_ranks_on_several_hosts_learn_together(tmp_path, quickstart)
         run.start_all()
         run.until_step(3, within_s=1200)
         assert run.wait_all(within_s=200) == {0: 0, 1: 0, 2: 0}, run.said()
-    made = [num_made(run.run_dir / "nodes" / rank / "logs" / "control.jsonl") for rank in "12"]
-    assert min(made) > 0
+    logs = [run.run_dir / "nodes" / rank / "logs" / "control.jsonl" for rank in "12"]
+    assert min(map(num_made, logs)) > 0
     plan = json.loads((run.run_dir / "plan.json").read_text())
     assert [it["node"] for it in plan["instances"]] == [0, 0, 1]
     assert plan["train"]["nodes"] == [1, 2]
