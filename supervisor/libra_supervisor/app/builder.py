@@ -1,6 +1,7 @@
 """Builds the moving parts of a run: servers, gang, reward workers, runner, gateway."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -9,12 +10,18 @@ import msgspec
 
 from libra.data.dataset import PromptDataset
 from libra.errors import InvariantError
-from libra.ids import ChildId, InstanceId, RunId
+from libra.ids import ChildId, InstanceId, NodeRank, RunId
 from libra.planner.plan import HybridPlacement, InstancePlacement, TrainPlacement
 from libra.scheduling.scheduler import Scheduler
 from libra.workflows.loading import load_workflow
 from libra_supervisor.app.cluster import Cluster
-from libra_supervisor.app.device_gate import DeviceGate
+from libra_supervisor.app.device_gate import (
+    DeviceGate,
+    Hindrance,
+    NodeGate,
+    all_of,
+    look_here,
+)
 from libra_supervisor.app.drain_watch import DrainWatch
 from libra_supervisor.app.engine import Engine, EngineSite, HeldPort
 from libra_supervisor.app.fleet import Fleet
@@ -170,7 +177,12 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             port=port_of(placement.instance_id, base),
             served_directory=served_directory,
             rng=self.rng,
-            gate=node,
+            gate=self._node_gate(
+                ChildId(placement.instance_id),
+                placement.node,
+                placement.slots,
+                needed_fraction=site.config.rollout.gpu_memory_utilization,
+            ),
             spawner=cluster.spawner_for(placement.node, self.spawner),
             hold_port=hold_port,
         )
@@ -182,7 +194,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
 
     def gang(self) -> Gang:
         launch = self.launch
-        site, gate = self.gang_site(launch.plan.train), self._gang_gate(launch.plan.train)
+        site = self.gang_site(launch.plan.train)
         if site.agents:
             return self._spread_gang(site)
         return Gang(
@@ -192,7 +204,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             choose=CheckpointChooser(launch.directory, self.inbox),
             post=self.inbox.post,
             rng=self.rng,
-            hindrance=None if gate is None else gate.hindrance,
+            hindrance=self._gang_hindrance(site),
         )
 
     def _spread_gang(self, site: GangSite) -> Gang:
@@ -205,10 +217,24 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             choose=CheckpointChooser(self.launch.directory, self.inbox),
             post=self.inbox.post,
             rng=self.rng,
-            hindrance=cluster.gang_hindrance,
+            hindrance=self._gang_hindrance(site),
         )
         cluster.take_in_ranks_for(gang)
         return gang
+
+    def _spread_hindrance(self, cluster: Cluster, placement: TrainPlacement) -> Hindrance:
+        """Why no attempt may begin: nodes that are away, or devices that are not free."""
+        slots_of: dict[NodeRank, list[int]] = {}
+        for rank, slot in enumerate(placement.slots):
+            slots_of.setdefault(placement.node_of_rank(rank), []).append(slot)
+        gates = [
+            self._node_gate(TRAINER_ID, node, slots, needed_fraction=None)
+            if node
+            else self._gate(TRAINER_ID, slots, needed_fraction=None)
+            for node, slots in slots_of.items()
+        ]
+
+        return all_of(cluster.gang_hindrance, [it for it in gates if it is not None])
 
     def replicas(self) -> Replicas:
         """Gangs for hybrid replicas, in the core's layout but for data parallelism."""
@@ -248,11 +274,15 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         return Replicas(make, self.inbox.post)
 
     def reshape(self, gang: Gang, placement: TrainPlacement) -> None:
-        gate = self._gang_gate(placement)
-        gang.reshape(self.gang_site(placement), None if gate is None else gate.hindrance)
+        site = self.gang_site(placement)
+        gang.reshape(site, self._gang_hindrance(site))
 
-    def _gang_gate(self, placement: TrainPlacement) -> DeviceGate | None:
-        return self._gate(TRAINER_ID, placement.slots, needed_fraction=None)
+    def _gang_hindrance(self, site: GangSite) -> Hindrance | None:
+        """Why no attempt may begin, if anything can be in its way."""
+        if site.agents:
+            return self._spread_hindrance(self._others(), site.placement)
+        gate = self._gate(TRAINER_ID, site.placement.slots, needed_fraction=None)
+        return None if gate is None else gate.hindrance
 
     def gang_site(self, placement: TrainPlacement) -> GangSite:
         launch = self.launch
@@ -289,7 +319,24 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             return None
         devices = [launch.devices[slot] for slot in slots]
         own = [it for it in devices if launch.devices.count(it) == devices.count(it)]
-        return DeviceGate(child_id, own, needed_fraction=needed_fraction)
+        return DeviceGate(child_id, look_here(own), needed_fraction=needed_fraction)
+
+    def _node_gate(
+        self,
+        child_id: ChildId,
+        node: NodeRank,
+        slots: Sequence[int],
+        *,
+        needed_fraction: float | None,
+    ) -> NodeGate:
+        """The same on another node, whose own devices are meant by the slots."""
+        remote = self._others().nodes[node]
+        if self.launch.device == "cpu":
+            return NodeGate(remote, None)
+        look = partial(remote.look_at_devices, tuple(slots))
+        where = f" of node {node}"
+        gate = DeviceGate(child_id, look, needed_fraction=needed_fraction, where=where)
+        return NodeGate(remote, gate)
 
     def reward_pool(self) -> RewardPool:
         launch = self.launch

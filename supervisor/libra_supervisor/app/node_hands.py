@@ -4,13 +4,14 @@ Ranks (children that are bound) end with the lease; servers wait for a leader. A
 claims in a new session is ended before anything is started under its name, so a slot never has two.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, assert_never
 
 import anyio
 import anyio.abc
+import anyio.to_thread
 import msgspec
 
 from libra import clock
@@ -23,6 +24,7 @@ from libra.tracing.log import get_log
 from libra.wire import node as wire
 from libra.wire.node import NodeCommand, NodeEvent, Welcome
 from libra.wire.rank import Hello as RankHello
+from libra_supervisor.doctor.accelerators import device_memory
 from libra_supervisor.instances.port_lease import PortLease, lease_port
 from libra_supervisor.process.child import RunningChild
 from libra_supervisor.process.identity import boot_id
@@ -136,6 +138,8 @@ class NodeHands:
                 self._hold_port(command)
             case wire.FreePort(port):
                 self._free(port)
+            case wire.LookAtDevices():
+                self._tasks.start_soon(self._look_at_devices, command)
             case wire.ReadWeights():
                 self._tasks.start_soon(self._read_weights, command)
             case wire.ToRank(link, data):
@@ -276,10 +280,29 @@ class NodeHands:
 
     def _own_devices(self, slots: str) -> str:
         """The devices here that slots stand for. Raises SiteError for a slot that is not there."""
-        numbers = [int(slot) for slot in slots.split(",") if slot]
-        if any(number >= len(self._devices) for number in numbers):
-            raise SiteError(f"slots {slots} are wanted here, and {len(self._devices)} devices are")
-        return ",".join(self._devices[number] for number in numbers)
+        return ",".join(self._devices_of([int(slot) for slot in slots.split(",") if slot]))
+
+    def _devices_of(self, slots: Sequence[int]) -> list[str]:
+        """Raises SiteError for a slot that is not there."""
+        if any(slot >= len(self._devices) for slot in slots):
+            wanted = ",".join(map(str, slots))
+            raise SiteError(f"slots {wanted} are wanted here, and {len(self._devices)} devices are")
+        return [self._devices[slot] for slot in slots]
+
+    async def _look_at_devices(self, command: wire.LookAtDevices) -> None:
+        try:
+            devices = self._devices_of(command.slots)
+        except SiteError as error:
+            self._say(wire.Failed(command.call, str(error)))
+            return
+        # What others have too is never free when one of them runs.
+        own = [it for it in devices if self._devices.count(it) == devices.count(it)]
+        try:
+            seen = await anyio.to_thread.run_sync(device_memory, own)
+        except SiteError as error:
+            self._say(wire.DevicesSeen(command.call, (), str(error)))
+            return
+        self._say(wire.DevicesSeen(command.call, seen, ""))
 
     # Ports
 
