@@ -72,6 +72,10 @@ class PeerError(LibraError):
     retryable = True
 
 
+class NodeAwayError(PeerError):
+    """The machine that was asked is gone, with everything that was there."""
+
+
 class RejectedError(LibraError):
     """A peer understood a request and called it wrong; sending it elsewhere gives the same."""
 
@@ -91,6 +95,14 @@ def leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [leaf for inner in error.exceptions for leaf in leaves(inner)]
     return [error]
+
+
+def came_from(error: BaseException, kind: type[BaseException]) -> bool:
+    """Whether the error, or one that it was raised from, is of the kind."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, kind):
+        cause = cause.__cause__
+    return cause is not None
 
 
 @contextmanager

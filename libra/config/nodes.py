@@ -4,7 +4,7 @@ With Slurm (`srun`, one task per node) the members come from its variables and `
 """
 
 import re
-from typing import Final
+from typing import Final, Literal
 
 from libra.config.base import Config, NonNegativeFloat, PathText, Port, Seconds
 
@@ -69,6 +69,14 @@ class NodesConfig(Config, frozen=True, kw_only=True):
     node_orphan_grace_s: NonNegativeFloat = 120.0
     """How much longer its servers wait for a leader that is started again, in seconds; its ranks
     do not wait."""
+
+    node_loss_policy: Literal["wait", "shrink"] = "wait"
+    """What becomes of a run that lost a node for good: wait has everything that lay there wait for
+    the node, shrink goes on with what is left and takes the node in again when it comes back."""
+
+    node_loss_patience_s: NonNegativeFloat = 30.0
+    """With node_loss_policy shrink: how long a node is gone, in seconds, before the run does
+    without it, and how long it has to be back before the run counts on it again."""
 
     node_token_file: PathText = ""
     """File with the secret that the nodes share, readable by its owner alone. Empty: the

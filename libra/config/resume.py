@@ -64,8 +64,8 @@ FREE: Final[frozenset[str]] = frozenset(
         "phase_trace_enabled", "phase_trace_dir", "phase_trace_max_bytes", "phase_trace_keep",
         "trackers", "tensorboard_dir", "wandb_project", "wandb_mode", "mlflow_tracking_uri",
         "mlflow_experiment",
-        "nodes", "node_port", "node_lease_s", "node_orphan_grace_s",
-        "node_token_file", "node_tls_cert", "node_tls_key", "node_tls_ca",
+        "nodes", "node_port", "node_lease_s", "node_orphan_grace_s", "node_loss_policy",
+        "node_loss_patience_s", "node_token_file", "node_tls_cert", "node_tls_key", "node_tls_ca",
         "global_resource_planner.*", "heterogeneous_rollout.*", "supervision.*", "api.*",
         "hardware.*",
     }

@@ -52,6 +52,15 @@ class Switch(msgspec.Struct, frozen=True, kw_only=True):
     numbers: dict[str, float]
 
 
+class Ordered(msgspec.Struct, frozen=True, kw_only=True):
+    """The run is to go on with `plan` because an operator said so."""
+
+    plan: Plan
+    kind: SwitchKind
+    reason: str
+    numbers: dict[str, float]
+
+
 Verdict: TypeAlias = Keep | Switch
 
 
@@ -114,6 +123,7 @@ class Replanner:
         self._triggers = Triggers(interval_steps=planner.runtime_replan_interval_steps)
         self._costs = SwitchCosts(prior_s=planner.runtime_switch_cost_prior_s)
         self._account: SwitchAccount | None = None
+        self._is_ordered = False
         self._cooling_until = -inf
         self._num_failures = 0
 
@@ -135,13 +145,17 @@ class Replanner:
                 self._costs.add(self._account.kind, self._account.cost_s)
                 self._account = None
 
-    def on_switch_begun(self, switch: Switch) -> None:
-        """Steps from here on have the change in them."""
+    def on_switch_begun(self, switch: Switch | Ordered) -> None:
+        """Steps from here on have the change in them. One that was ordered is like any other.
+
+        Its cost is a measurement, the cooldown begins when it ends, and times are observed anew.
+        """
         times = self._window.times()
+        self._is_ordered = isinstance(switch, Ordered)
         self._account = SwitchAccount(
             kind=switch.kind,
             usual_s=None if times is None else times.mean_s,
-            expected_s=switch.numbers["candidate_step_s"],
+            expected_s=switch.numbers.get("candidate_step_s"),
         )
 
     def on_switched(
@@ -149,10 +163,14 @@ class Replanner:
     ) -> None:
         """The change begun last has ended; `stalled_s` the trainer stood still for it.
 
-        A kind that was refused is left out until the load or the plan is another one.
+        A kind that was refused is left out until the load or the plan is another one; a refused
+        order means nothing.
         """
         if self._account is None:
             raise InvariantError("a change of the plan ended that was not begun")
+        if is_refused and self._is_ordered:
+            self._account = None
+            return
         self._account.on_ended(stalled_s, ok=ok)
         self._num_failures = 0 if ok else self._num_failures + 1
         doublings = max(0, min(self._num_failures - 1, _MOST_DOUBLINGS))
@@ -212,7 +230,7 @@ def answer(question: Question) -> Verdict:
     why_not = _why_not_look(question)
     if why_not or question.book is None:
         return Keep(reason=_said(question, why_not), numbers=numbers)
-    demand = _demand(question)
+    demand = demand_of(question)
     search = CandidateSearch(
         question.config,
         question.plan,
@@ -334,7 +352,8 @@ def _why_not_look(question: Question) -> str:
     return ""
 
 
-def _demand(question: Question) -> Demand:
+def demand_of(question: Question) -> Demand:
+    """The lengths observed, or the configured prior."""
     lengths = [pair for step in question.steps for pair in step.lengths]
     if not lengths:
         return prior_demand(question.config)

@@ -111,9 +111,7 @@ class CandidateSearch:
 
     def step_s_in_force(self) -> float:
         """Of the plan as it is, which has an instance."""
-        tps = sorted((instance.tp for instance in self._plan.instances), reverse=True)
-        train = with_replicas(self._core, len(self._plan.hybrids), self._replica_gpus)
-        return estimate_of(self._config, self._demand, self._models, train=train, tps=tps).step_s
+        return expected_step_s(self._config, self._plan, self._demand, self._models)
 
     def candidates(self) -> Iterator[Candidate]:
         """The best for each number of replicas and another core; never the plan in force."""
@@ -125,7 +123,10 @@ class CandidateSearch:
             yield from self._reshaped()
 
     def _replica_counts(self) -> Iterator[int]:
-        """How many hybrid replicas there may be, what there is included."""
+        """How many hybrid replicas there may be, what there is included.
+
+        Their GPUs change sides in steps of the split's granularity.
+        """
         present = len(self._plan.hybrids)
         if self._bounds.training == "none":
             yield present
@@ -135,7 +136,10 @@ class CandidateSearch:
             left = 0
         training = self._config.training
         mini_batch = training.mini_batch_size or training.batch_size
+        step_gpus = self._config.global_resource_planner.allocation_granularity_gpus
         for count in range(max(present, left // self._replica_gpus) + 1):
+            if count != present and count * self._replica_gpus % step_gpus:
+                continue
             # Shards need not be equal, but every rank has to get something.
             dp = with_replicas(self._core, count, self._replica_gpus).dp
             if count in {0, present} or dp <= mini_batch:
@@ -220,6 +224,14 @@ class CandidateSearch:
         found = self._on(base, report.choice.train, 0, "reshape")
         if found is not None:
             yield found
+
+
+def expected_step_s(config: RunConfig, plan: Plan, demand: Demand, models: CostModels) -> float:
+    """Of a plan with at least one instance; its replicas count as more of the core's DP."""
+    core = layout_of(plan.train, micro_batch_size=config.training.micro_batch_size)
+    train = with_replicas(core, len(plan.hybrids), replica_gpus(core))
+    tps = sorted((instance.tp for instance in plan.instances), reverse=True)
+    return estimate_of(config, demand, models, train=train, tps=tps).step_s
 
 
 def replica_gpus(core: TrainLayout) -> int:

@@ -66,8 +66,8 @@ class SwitchAccount(msgspec.Struct, kw_only=True):
     usual_s: float | None
     """A step under the plan before; None when none was timed."""
 
-    expected_s: float
-    """A step under the new plan."""
+    expected_s: float | None
+    """A step under the new plan; None when nothing could be expected."""
 
     has_ended: bool = False
     stalled_s: float = 0.0
@@ -89,5 +89,5 @@ class SwitchAccount(msgspec.Struct, kw_only=True):
 
     def on_ended(self, stalled_s: float, *, ok: bool) -> None:
         self.has_ended, self.stalled_s = True, stalled_s
-        if ok and self.usual_s is not None:
+        if ok and self.usual_s is not None and self.expected_s is not None:
             self.usual_s = min(self.usual_s, self.expected_s)

@@ -99,9 +99,10 @@ def matched_by(
     )
 
 
-def judged(
-    policy: Policy, ground: Ground, old: Plan, wanted: Plan
-) -> tuple[Transition, ...] | Refusal:
+Judgement: TypeAlias = tuple[Transition, ...] | Refusal
+
+
+def judged(policy: Policy, ground: Ground, old: Plan, wanted: Plan) -> Judgement:
     """The transitions of a change without faults, or why there are none.
 
     From `ground`, on which `old` is in force, to `wanted`, which is matched with it.

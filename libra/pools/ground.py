@@ -68,6 +68,9 @@ class Ground(msgspec.Struct, frozen=True, kw_only=True):
     is_held: bool = False
     """The trainer stands at a step boundary and waits for the change."""
 
+    is_core_gone: bool = False
+    """No rank is left and no slot of the core is held: a node of it was lost."""
+
     lost: frozenset[Slot] = frozenset()
     """Slots of processes that cannot be ended; nobody may use them again."""
 
@@ -86,6 +89,12 @@ class Ground(msgspec.Struct, frozen=True, kw_only=True):
         """Slots that somebody holds, lost ones included."""
         return frozenset(self._owners()) | self.lost
 
+    @property
+    def core_slots(self) -> frozenset[Slot]:
+        """What the core holds, and what it will hold once it has been started anew."""
+        held = frozenset[Slot]() if self.is_core_gone else core_slots(self.train)
+        return held if self.reshaping is None else held | core_slots(self.reshaping)
+
     def check(self) -> None:
         """Raise InvariantError when a slot has two owners, or one that is lost has one."""
         owners = self._owners()
@@ -96,9 +105,7 @@ class Ground(msgspec.Struct, frozen=True, kw_only=True):
             raise InvariantError(f"lost slots are used: {revived}")
 
     def _owners(self) -> Counter[Slot]:
-        owners = Counter(core_slots(self.train))
-        if self.reshaping is not None:
-            owners.update(core_slots(self.reshaping) - core_slots(self.train))
+        owners = Counter(self.core_slots)
         for server in self.servers:
             if server.stage not in WITHOUT_DEVICE:
                 owners.update(server_slots(server.placement))

@@ -66,6 +66,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion | None = None
     """None: unknown."""
 
+    waits_for: frozenset[InstanceId] = frozenset()
+    """While it is warming: those that have the devices it is to get."""
+
     is_drained_by_operator: bool = False
     is_leaving: bool = False
     """Its process is to be replaced, or it leaves the plan; nothing new is sent to it."""

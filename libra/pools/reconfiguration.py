@@ -38,6 +38,9 @@ from libra.pools.transition import (
 Ending: TypeAlias = Literal["done", "rolled_back", "failed"]
 """The plan wanted is in force; the one before is, and serves; what is left of the one before is."""
 
+Cause: TypeAlias = Literal["decision", "node_lost", "node_back"]
+"""Somebody decided that another plan is better, or a node made it necessary or possible."""
+
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be done; kept in state.json until it is."""
@@ -54,6 +57,9 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Lead back to `old`."""
 
     turned_by: str = ""
+    cause: Cause = "decision"
+    has_way_back: bool = True
+    """False: `old` cannot be in force again, since a node of it is gone."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +101,11 @@ class Reconfiguration:
         self._target = order.old if order.is_turned else order.wanted
         self._is_whole = True
         """Nothing of the target had to be given up."""
+
+    @property
+    def untouched(self) -> frozenset[InstanceId]:
+        """Instances of both plans."""
+        return self._rules.untouched
 
     @property
     def current(self) -> Transition | None:
@@ -164,14 +175,15 @@ class Reconfiguration:
 
     def on_training_ready(self, *, now: float) -> tuple[Transition, ...]:
         """The gang has its model in the layout it was started with."""
-        train = self.ground.reshaping
-        if train is not None:
-            self.ground = msgspec.structs.replace(self.ground, train=train, reshaping=None)
+        train = self.ground.reshaping or self.ground.train
+        self.ground = msgspec.structs.replace(
+            self.ground, train=train, reshaping=None, is_core_gone=False
+        )
         return self._advance(now)
 
     def on_training_failed(self, reason: str, *, now: float) -> tuple[Transition, ...]:
         """The gang was lost while it was being started anew; it is started again."""
-        if self.ground.reshaping is None or self.order.is_turned:
+        if self.ground.reshaping is None or self.order.is_turned or not self.order.has_way_back:
             return ()
         return self._failed(f"the trainer did not come up: {reason}", now)
 
@@ -280,7 +292,7 @@ class Reconfiguration:
     def _failed(self, reason: str, now: float) -> tuple[Transition, ...]:
         """Turn round; on the way back, go on with what is left, or end."""
         self._close(now)
-        if self.order.is_turned:
+        if self.order.is_turned or not self.order.has_way_back:
             return self._gave_up(reason, now)
         self.order = msgspec.structs.replace(self.order, is_turned=True, turned_by=reason)
         self._rules = msgspec.structs.replace(
@@ -314,7 +326,9 @@ class Reconfiguration:
             self._order(transition, now)
             self._close(now)
         plan = plan_on(self.ground, self._target)
-        self._finish("failed", f"{self.order.turned_by}; on the way back: {reason}", plan, now)
+        if self.order.is_turned:
+            reason = f"{self.order.turned_by}; on the way back: {reason}"
+        self._finish("failed", reason, plan, now)
         return tuple(last)
 
     def _end(self, now: float) -> None:

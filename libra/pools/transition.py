@@ -167,7 +167,9 @@ def ended(ground: Ground, transition: Transition) -> Ground:  # noqa: C901, PLR0
         case HoldStep():
             return msgspec.structs.replace(ground, is_held=True)
         case ReshapeTraining(placement):
-            return msgspec.structs.replace(ground, train=placement, reshaping=None)
+            return msgspec.structs.replace(
+                ground, train=placement, reshaping=None, is_core_gone=False
+            )
         case AttachHybrid(placements):
             for replica in placements:
                 ground = ground.with_hybrid(replica, is_member=True)

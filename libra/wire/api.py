@@ -4,11 +4,31 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from libra.config.rollout import TpBucket
+
 Verb = Literal["drain", "undrain", "restart", "reload", "replan", "stop", "explain"]
 VERBS: tuple[Verb, ...] = ("drain", "undrain", "restart", "reload", "replan", "stop", "explain")
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+
+
+class PlanOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plan in the words of the configuration; what is None stays as it is."""
+
+    train_gpus: Size | None = None
+    """Of the core, without hybrid replicas; DP follows from it."""
+
+    train_tp_size: Size | None = None
+    train_pp_size: Size | None = None
+    train_cp_size: Size | None = None
+    train_ep_size: Size | None = None
+    instances: tuple[TpBucket, ...] | None = None
+    """All of them, by TP degree."""
+
+    hybrids: Annotated[int, msgspec.Meta(ge=0, le=2**20)] | None = None
+    """Hybrid replicas."""
 
 
 class VerbRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,6 +45,9 @@ class VerbRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     dry_run: bool = False
     """replan: say what would be done, and do nothing."""
+
+    plan: PlanOrder | None = None
+    """replan: go over to this plan, whatever it earns; None asks the planner."""
 
     prompt_id: str | None = None
     """explain: of the group or conversation that the request would belong to."""
@@ -44,7 +67,7 @@ class VerbReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     message: str
     details: dict[str, Any] | None = None
     """explain: the decision with every instance's values, as `Explanation` of the scheduler.
-    replan: the line of reconfigurations.jsonl, and `plan_wanted`."""
+    replan: the line of reconfigurations.jsonl, and `plan_wanted`; of an order `transitions` too."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +118,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds in this state; None for the leader, which is there as long as its run."""
 
     detail: str
+    num_samples: int = 0
+    """Trajectories that it has to make, those that are being made included."""
 
 
 class StatusSnapshot(msgspec.Struct, frozen=True, kw_only=True):

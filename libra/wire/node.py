@@ -12,6 +12,7 @@ import msgspec
 
 from libra.ids import ChildId, Incarnation, NodeRank, RunId
 from libra.wire.instance import WeightsReceipt
+from libra.wire.node_rollouts import RolloutOrder, RolloutWord
 from libra.wire.rank import Hello as RankHello
 
 NODE_PATH: Final = "/v1/node"
@@ -243,6 +244,7 @@ NodeCommand: TypeAlias = (
     | ToRank
     | DropRank
     | Leave
+    | RolloutOrder
 )
 
 
@@ -351,4 +353,6 @@ class StopAsked(msgspec.Struct, frozen=True, tag=True):
     in_hurry: bool
 
 
-NodeEvent: TypeAlias = NodeReply | ProcessEnded | RankLinked | FromRank | RankUnlinked | StopAsked
+NodeEvent: TypeAlias = (
+    NodeReply | ProcessEnded | RankLinked | FromRank | RankUnlinked | StopAsked | RolloutWord
+)

@@ -38,6 +38,9 @@ class ChildStarted(msgspec.Struct, frozen=True, tag=True):
     facts: dict[str, str] = {}
     """What a later supervisor needs to take the process over, besides who it is."""
 
+    boot_id: str = ""
+    """Of the machine it runs on; empty: this one."""
+
 
 class ChildWaiting(msgspec.Struct, frozen=True, tag=True):
     """A start is put off (a device is still busy). Costs nothing of the restart budget."""
@@ -355,6 +358,22 @@ class ReconfigurationEnded(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+# Nodes
+
+
+class NodeJoined(msgspec.Struct, frozen=True, tag=True):
+    """A machine of the run is there, with nothing on it that was not taken over."""
+
+    node: NodeRank
+
+
+class NodeLost(msgspec.Struct, frozen=True, tag=True):
+    """A machine has let go of everything it had, for certain."""
+
+    node: NodeRank
+    reason: str
+
+
 # The run
 
 
@@ -411,6 +430,8 @@ Event: TypeAlias = (
     | HybridLeft
     | ReconfigurationWanted
     | ReconfigurationEnded
+    | NodeJoined
+    | NodeLost
     | StopRequested
     | DrainRequested
     | RestartRequested

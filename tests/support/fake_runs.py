@@ -69,7 +69,8 @@ class FakeRun:
         self.run_dir = folder / "run"
         self.out = folder / "run.out"
         path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "supervisor", SUPPORT)))
-        self.env = {**os.environ, "PYTHONPATH": path}
+        # Without what other runs of this machine have measured.
+        self.env = {**os.environ, "PYTHONPATH": path, "XDG_DATA_HOME": str(folder / "data")}
         if has_real_trainer:
             self.env["FAKE_RUN_TRAINER"] = "real"
             made = make_tiny_model(folder / "trained", "qwen3")

@@ -112,6 +112,19 @@ class Hosts:
         self.processes.append(process)
         return process
 
+    def fence(self):
+        """Processes of this machine that see none of the other hosts': how to start one there.
+
+        Without it host 0 sees what runs on all of them, and would end what it finds.
+        """
+        argv = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "bash", "-c"]
+        # An init that lets nothing of what is orphaned stay a zombie.
+        init = subprocess.Popen([*argv, "while :; do sleep 1; done"])
+        self.processes.append(init)
+        while not (first := psutil.Process(init.pid).children()):
+            pass
+        return ["nsenter", "-t", str(first[0].pid), "--pid", "--mount"]
+
     def children(self, process, word):
         """Below a process, those with the word in their command line."""
         return [

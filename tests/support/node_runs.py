@@ -32,6 +32,9 @@ class NodeRun:
         """More of the environment, by rank."""
 
         self.by_slurm = options.pop("by_slurm", False)
+        self.fence = hosts.fence() if options.pop("is_fenced", False) else []
+        """Before the leader's program."""
+
         gpus = options.pop("gpus", (4, 4))
         self.overrides = [
             *("-o", f"rollout_gpus={gpus[0]}", "-o", f"train_gpus={gpus[1]}"),
@@ -68,7 +71,7 @@ class NodeRun:
             self.processes[rank] = self.hosts.run(rank, argv, log=log, env=env)
             return
         with log.open("ab") as out:
-            process = subprocess.Popen(argv, stdout=out, stderr=out, env=env)
+            process = subprocess.Popen([*self.fence, *argv], stdout=out, stderr=out, env=env)
         self.hosts.processes.append(process)
         self.processes[0] = process
 
@@ -87,7 +90,7 @@ class NodeRun:
             self.start(rank, *more)
 
     def crash(self, rank):
-        if rank:
+        if rank or self.fence:
             crash(self.processes[rank])
         else:
             self.processes[0].kill()

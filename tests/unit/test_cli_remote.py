@@ -4,8 +4,11 @@ import os
 
 import pytest
 
+from libra.config.rollout import TpBucket
 from libra.errors import SiteError
-from libra_supervisor.cli.remote import _newest
+from libra.wire.api import PlanOrder
+from libra_supervisor.cli.arguments import parser
+from libra_supervisor.cli.remote import _newest, _order_in
 from libra_supervisor.process.peer import listen
 
 
@@ -28,3 +31,48 @@ def test_where_nobody_listens_that_is_said(tmp_path, monkeypatch):
     socket_of(tmp_path / "runs" / "killed", at=3).close()
     with pytest.raises(SiteError, match="no running control plane"):
         _newest()
+
+
+def order_of(*arguments):
+    return _order_in(parser().parse_args(["replan", *arguments]))
+
+
+def test_replan_names_a_plan_or_leaves_it_to_the_planner():
+    assert order_of() is None
+    assert order_of("--dry-run") is None
+    assert order_of("--hybrids", "0") == PlanOrder(hybrids=0)
+    assert order_of("--instances", "0") == PlanOrder(instances=())
+    assert order_of(
+        *("--train-gpus", "8", "--train-tp-size", "2", "--train-pp-size", "3"),
+        *("--train-cp-size", "4", "--train-ep-size", "5", "--instances", "2x1,1x4"),
+    ) == PlanOrder(
+        train_gpus=8,
+        train_tp_size=2,
+        train_pp_size=3,
+        train_cp_size=4,
+        train_ep_size=5,
+        instances=(TpBucket(count=2, tp=1), TpBucket(count=1, tp=4)),
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(
+            ("--instances", words)
+            for words in ("2", "2x", "0x1", "1x0", "2y1", "1x1,", "", "1x1x1")
+        ),
+        ("--hybrids", "-1"),
+        ("--train-gpus", "0"),
+        ("--train-tp-size", "two"),
+    ],
+)
+def test_what_is_no_plan_is_a_wrong_command_line(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        order_of(*arguments)
+    assert ended.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_other_verbs_name_no_plan():
+    assert _order_in(parser().parse_args(["stop"])) is None

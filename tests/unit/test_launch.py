@@ -6,7 +6,7 @@ import pytest
 from libra.config.algorithm import AlgorithmConfig
 from libra.config.data import DataConfig
 from libra.config.environment import Environment
-from libra.config.load import LoadedConfig
+from libra.config.load import LoadedConfig, dump_resolved
 from libra.config.model import ModelConfig
 from libra.config.planning import PlannerConfig
 from libra.config.rollout import HeterogeneousRolloutConfig, RolloutConfig, TpBucket
@@ -30,12 +30,15 @@ from libra_supervisor.app.launch import (
     Launch,
     RunRequest,
     choose_directory,
+    earlier_run,
     new_run_id,
     num_gpus_of,
     num_slots_of,
 )
 from libra_supervisor.app.parts import buffer_limits
+from libra_supervisor.app.recall import PLAN_FACT
 from libra_supervisor.doctor.devices import cuda_devices, resolved_device, slot_devices
+from libra_supervisor.journal import StateFile, SupervisorState
 from libra_supervisor.loop.plan_memory import PlanMemory
 from libra_supervisor.run_directory import RunDirectory
 
@@ -151,6 +154,27 @@ def test_slots_that_were_lent_are_there_after_a_resume_on_cpu(working):
     assert num_slots_of(launch) == 2001
     assert num_slots_of(msgspec.structs.replace(launch, memory=None)) < 2001
     assert num_slots_of(msgspec.structs.replace(launch, config=config())) == 2
+
+
+def test_a_run_that_went_on_without_a_node_is_resumed_with_the_layout_of_all(working):
+    core = TrainPlacement(tp=1, pp=1, cp=1, ep=1, dp=2, slots=(SlotId(0), SlotId(1)))
+    server = InstancePlacement(instance_id=InstanceId("vllm-0"), tp=1, slots=(SlotId(2),))
+    home = Plan(strategy="grp", train=core, instances=(server,))
+    small = msgspec.structs.replace(core, dp=1, slots=core.slots[:1])
+    left = msgspec.structs.replace(home, train=small)
+    directory = RunDirectory(working)
+    asked = config(training=TrainingConfig(train_gpus=2), rollout=RolloutConfig(rollout_gpus=1))
+    directory.resolved_config_json.write_bytes(dump_resolved(planned_config(asked, left)))
+
+    def keep(memory):
+        facts = {PLAN_FACT: msgspec.to_builtins(memory)}
+        state = SupervisorState(run_id="r", written_at_ns=1, supervisor_pid=1, facts=facts)
+        StateFile(directory.state).save(state)
+
+    keep(PlanMemory(plan=left, next_number=1, home=home))
+    assert earlier_run(directory)[0].training.train_gpus == 2
+    keep(PlanMemory(plan=left, next_number=1))
+    assert earlier_run(directory)[0].training.train_gpus == 1
 
 
 def test_resume_with_nothing_to_resume_says_where_it_looked(working):

@@ -9,13 +9,17 @@ import pytest
 from msgspec.structs import replace
 
 from libra import clock
+from libra.config.rollout import TpBucket
+from libra.ids import InstanceId
 from libra.planner.calibration import book_of
 from libra.planner.cost_models import described
 from libra.planner.demand import observed_demand
+from libra.planner.plan import InstancePlacement
 from libra.planner.replan import Replanner
 from libra.planner.search import plan as searched
 from libra.pools.change_policy import policy_of
 from libra.pools.pool import RolloutPool
+from libra.wire.api import PlanOrder
 from libra_supervisor.app.replan_desk import DeskPorts, ReplanDesk
 from libra_supervisor.events import ReconfigurationEnded, ReconfigurationWanted
 from libra_supervisor.loop.commands import WriteStep
@@ -38,6 +42,16 @@ class FakeControl:
 
     plans: PlanDesk
     pool: RolloutPool
+    committed: int | None = 1
+    stop_reason: str | None = None
+
+    @property
+    def publication(self):
+        return self
+
+    @property
+    def cycle(self):
+        return self
 
 
 @dataclass
@@ -78,11 +92,15 @@ def step_record(step, step_s):
 
 
 @asynccontextmanager
-async def bench(*, planned_for=READS, last_decision_id=0, max_run_s=None, **planner):
+async def bench(
+    *, planned_for=READS, last_decision_id=0, max_run_s=None, instances_of_one=False, **planner
+):
     config = replan_config(**{**ON, **planner})
     config = replace(config, control=replace(config.control, total_steps=500, max_run_s=max_run_s))
     lengths = planned_for.lengths(np.random.default_rng(0), 2400, 16384)
     plan = searched(config, demand=observed_demand(config, lengths)).plan
+    if instances_of_one:
+        plan = replace(plan, instances=tuple(of_one(plan)))
     policy = policy_of(config.global_resource_planner, num_slots=8)
     pool = RolloutPool([(it.instance_id, it.tp) for it in plan.instances], now=0.0)
     control = FakeControl(PlanDesk(plan, policy, config=config), pool)
@@ -101,6 +119,7 @@ async def bench(*, planned_for=READS, last_decision_id=0, max_run_s=None, **plan
             instances=tuple,
             write=made.written.append,
             post=post,
+            num_slots=8,
         ),
         last_decision_id=last_decision_id,
         started_at=clock.now(),
@@ -109,6 +128,13 @@ async def bench(*, planned_for=READS, last_decision_id=0, max_run_s=None, **plan
         tasks.start_soon(made.desk.run)
         yield made
         tasks.cancel_scope.cancel()
+
+
+def of_one(plan):
+    """Instances of TP 1 on the slots of those of `plan`."""
+    slots = [slot for it in plan.instances for slot in it.slots]
+    for number, slot in enumerate(slots):
+        yield InstancePlacement(instance_id=InstanceId(f"vllm-{number}"), tp=1, slots=(slot,))
 
 
 async def settled(made, num_written):
@@ -271,3 +297,127 @@ async def test_the_horizon_ends_with_the_steps_and_with_the_time():
         made.end_step(READS, step_s=150.0)
         reply = await made.desk.ask(is_dry_run=True)
         assert 9 < reply.details["numbers"]["horizon_steps"] <= 10
+
+
+# A plan that is named
+
+
+def fewer(made):
+    """One instance less, in the words of an order."""
+    *kept, _ = made.control.plans.plan.instances
+    return PlanOrder(instances=tuple(TpBucket(count=1, tp=it.tp) for it in kept))
+
+
+async def test_an_ordered_plan_is_written_with_what_is_expected_of_it_and_wanted():
+    async with bench(instances_of_one=True) as made:
+        made.end_step(READS)
+        reply = await made.desk.order(fewer(made), is_dry_run=False)
+        assert reply.ok, reply.message
+        (record,) = made.written
+        assert (record.verdict, record.switch_kind, record.is_dry_run) == (
+            "ordered",
+            "rollout",
+            False,
+        )
+        assert record.reason == "ordered by the operator"
+        assert record.numbers["candidate_step_s"] > record.numbers["step_s"] > 0
+        ((wanted, num_written),) = made.posted
+        assert num_written == 1
+        assert wanted.decision_id == record.decision_id
+        assert len(wanted.plan.instances) == len(made.control.plans.plan.instances) - 1
+        gone = made.control.plans.plan.instances[-1].instance_id
+        assert reply.details["transitions"][-1] == f"stop {gone}"
+        assert f". stop {gone}" in reply.message
+        assert made.desk.last_in_words == "change ordered after step 1: ordered by the operator"
+        again = await made.desk.order(fewer(made), is_dry_run=False)
+        assert not again.ok
+        assert "another change of the plan is under way" in again.message
+
+
+async def test_an_order_that_is_only_looked_at_is_written_and_not_wanted():
+    async with bench(instances_of_one=True) as made:
+        reply = await made.desk.order(fewer(made), is_dry_run=True)
+        assert reply.ok
+        assert reply.message.startswith("order looked at (decision 1, ")
+        assert [it.is_dry_run for it in made.written] == [True]
+        assert made.posted == []
+
+
+async def test_the_planner_waits_for_the_cooldown_after_an_order_and_times_steps_anew():
+    async with bench(instances_of_one=True, runtime_replan_cooldown_s=300.0) as made:
+        for _ in range(6):
+            made.end_step(READS)
+        assert (await made.desk.order(fewer(made), is_dry_run=False)).ok
+        wanted, _ = made.posted[0]
+        made.desk.on_event(ReconfigurationEnded(wanted.decision_id, "done", 2.0, {}, ""))
+        made.control.plans.plan = wanted.plan
+        num_written = len(made.written)
+        await made.end_steps(WRITES, 12)
+        assert len(made.written) == num_written
+        shown = await made.desk.ask(is_dry_run=True)
+        # The two steps after a change still have some of it in them.
+        assert shown.details["numbers"]["num_steps_timed"] == 10
+
+
+async def test_an_order_that_is_refused_is_for_the_changing_part_to_write_and_binds_nobody():
+    async with bench(instances_of_one=True, min_rollout_gpus=2) as made:
+        order = fewer(made)
+        reply = await made.desk.order(order, is_dry_run=False)
+        assert not reply.ok
+        assert reply.message.startswith("order refused (decision 1, ")
+        assert "min_rollout_gpus 2 exceeds rollout_gpus" in reply.message
+        wanted, _ = made.posted[0]
+        assert "min_rollout_gpus 2 exceeds rollout_gpus" in wanted.reason
+        made.desk.on_event(ReconfigurationEnded(1, "refused", 0.0, {}, "no"))
+        shown = await made.desk.ask(is_dry_run=True)
+        assert "left out since they were refused" not in shown.message
+        assert "of the cooldown" not in shown.message
+
+
+async def test_an_order_that_is_refused_only_when_its_turn_comes_binds_nobody_either():
+    async with bench(instances_of_one=True) as made:
+        assert (await made.desk.order(fewer(made), is_dry_run=False)).ok
+        made.desk.on_event(ReconfigurationEnded(1, "refused", 0.0, {}, "the run is stopping"))
+        assert made.desk._replanner._cooling_until < clock.now()
+        assert (await made.desk.order(fewer(made), is_dry_run=False)).ok
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"committed": None}, "no version is served yet"),
+        ({"stop_reason": "SIGTERM"}, "the run is stopping: SIGTERM"),
+    ],
+)
+async def test_an_order_at_the_wrong_moment_is_refused(state, words):
+    async with bench(instances_of_one=True) as made:
+        for name, value in state.items():
+            setattr(made.control, name, value)
+        reply = await made.desk.order(fewer(made), is_dry_run=True)
+        assert not reply.ok
+        assert words in reply.message
+
+
+async def test_a_plan_that_does_not_fit_is_refused_in_words():
+    async with bench(instances_of_one=True) as made:
+        reply = await made.desk.order(PlanOrder(hybrids=9), is_dry_run=False)
+        assert not reply.ok
+        assert "GPUs, and the run has 8" in reply.message
+        assert made.written == made.posted == []
+
+
+async def test_the_plan_in_force_is_no_order():
+    async with bench(instances_of_one=True) as made:
+        reply = await made.desk.order(PlanOrder(), is_dry_run=True)
+        assert not reply.ok
+        assert "this plan is in force already" in reply.message
+
+
+async def test_a_run_whose_plan_may_not_change_refuses_an_order_and_shows_why():
+    async with bench(instances_of_one=True, runtime_dynamic_reconfiguration_enabled=False) as made:
+        refused = await made.desk.order(fewer(made), is_dry_run=False)
+        assert not refused.ok
+        assert made.written == []
+        shown = await made.desk.order(fewer(made), is_dry_run=True)
+        assert not shown.ok
+        assert "runtime_dynamic_reconfiguration_enabled is false" in shown.message

@@ -7,7 +7,7 @@ its incarnation (`app.engine.Engine.until_ready`). What falls short is ended bef
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import anyio.to_thread
 
@@ -30,12 +30,14 @@ async def take_over(
     run_id: RunId,
     *,
     startable: Mapping[ChildId, Mapping[str, str]],
+    elsewhere: Container[ChildId],
     logs: LogRelay,
     kernel: Kernel,
 ) -> dict[ChildId, ChildRecord]:
-    """Choose the processes to adopt and end whatever else an earlier supervisor left.
+    """Choose the processes to adopt and end whatever else an earlier supervisor left here.
 
-    `startable` has for every server of the plan the facts that an adopted one must share.
+    `startable` has for every server of the plan the facts that an adopted one must share. Of those
+    `elsewhere` only what they were started with is known here: their node proves the rest.
     """
     state = await anyio.to_thread.run_sync(StateFile(directory.state).load)
     kept: dict[ChildId, ChildRecord] = {}
@@ -43,17 +45,22 @@ async def take_over(
         wanted = startable.get(record.child_id)
         if wanted is None:
             continue
-        hindrance = why_not(record, run_id, wanted, has_log=record.child_id in logs.children)
+        if record.child_id in elsewhere:
+            hindrance = why_started_otherwise(record, wanted)
+        else:
+            has_log = record.child_id in logs.children
+            hindrance = why_not(record, run_id, wanted, has_log=has_log)
         if hindrance is None:
             kept[record.child_id] = record
             _log.info("child_kept", child=record.child_id, pid=record.pid)
         else:
             _log.info("child_not_kept", child=record.child_id, pid=record.pid, why=hindrance)
-    identities = {child_id: identity_of(record) for child_id, record in kept.items()}
+    here = {child_id: it for child_id, it in kept.items() if child_id not in elsewhere}
+    identities = {child_id: identity_of(record) for child_id, record in here.items()}
     # What stays would hold memory, devices and ports that new children need.
     for row in await end_run(run_id, kernel, kept=identities):
         _log.warning("leftover_does_not_end", pid=row.pid, name=row.name)
-    logs.keep_only(frozenset(kept))
+    logs.keep_only(frozenset(here))
     await anyio.to_thread.run_sync(_sweep, directory)
     return kept
 
@@ -77,12 +84,17 @@ def why_not(
         return "it does not run any more"
     if read_tag(record.pid) != (run_id, record.child_id):
         return f"pid {record.pid} does not carry its tag"
-    changed = sorted(name for name, value in wanted.items() if record.facts.get(name) != value)
-    if changed:
-        return f"it was started with another {', '.join(changed)}"
+    if (changed := why_started_otherwise(record, wanted)) is not None:
+        return changed
     if not has_log:
         return "its output reaches no log: the log relay is gone too"
     return None
+
+
+def why_started_otherwise(record: ChildRecord, wanted: Mapping[str, str]) -> str | None:
+    """What it was started with that would be different today; None when nothing would be."""
+    changed = sorted(name for name, value in wanted.items() if record.facts.get(name) != value)
+    return f"it was started with another {', '.join(changed)}" if changed else None
 
 
 def identity_of(record: ChildRecord) -> ProcessIdentity:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from itertools import groupby
 from random import Random
-from typing import Final, assert_never
+from typing import Final, Protocol, TypeAlias, assert_never
 
 import anyio
 import anyio.abc
@@ -24,13 +24,14 @@ import anyio.to_thread
 from libra import clock
 from libra.config.run import RunConfig
 from libra.errors import LibraError, PeerError, SiteError
-from libra.ids import NodeRank, RunId
+from libra.ids import ChildId, NodeRank, RunId
 from libra.planner.plan import TrainPlacement
 from libra.tracing.log import get_log
 from libra.version import __version__
 from libra.wire.api import NodeStatus
 from libra.wire.instance import WeightsReceipt
 from libra.wire.node import Leave, RankLinked, StopAsked
+from libra_supervisor import events
 from libra_supervisor.app.following import GLOO_VARIABLE, config_digest
 from libra_supervisor.events import StopRequested
 from libra_supervisor.instances.port_lease import lease_port
@@ -44,7 +45,13 @@ from libra_supervisor.nodes.members import (
     NodeRecovered,
     NodeSuspected,
 )
-from libra_supervisor.nodes.remote import RelayedLink, RemoteNode, RemoteSpawner, remote_port
+from libra_supervisor.nodes.remote import (
+    NOT_YET,
+    RelayedLink,
+    RemoteNode,
+    RemoteSpawner,
+    remote_port,
+)
 from libra_supervisor.nodes.site import LEADER, Site
 from libra_supervisor.nodes.term import read_term, take_term
 from libra_supervisor.nodes.transport import leader_tls, node_listener
@@ -54,10 +61,25 @@ from libra_supervisor.ranks.gang import Gang
 from libra_supervisor.ranks.torchrun import AgentSite
 from libra_supervisor.run_directory import RunDirectory
 
+ToLoop: TypeAlias = StopRequested | events.NodeJoined | events.NodeLost
+
 _DISMISS_S: Final = 5.0
 _POLL_S: Final = 0.1
 
 _log = get_log()
+
+
+class NodeListener(Protocol):
+    """Who wants to know which nodes come and go."""
+
+    def on_joined(self, node: NodeRank) -> None:
+        """A new session; whatever it did in an earlier one is over."""
+
+    def on_suspected(self, node: NodeRank) -> None: ...
+
+    def on_recovered(self, node: NodeRank) -> None: ...
+
+    def on_lost(self, node: NodeRank) -> None: ...
 
 
 class Cluster:
@@ -71,7 +93,7 @@ class Cluster:
         *,
         site: Site,
         token: str,
-        post: Callable[[StopRequested], Awaitable[None]],
+        post: Callable[[ToLoop], Awaitable[None]],
     ) -> None:
         """`config` is what the nodes were started with, before a plan was written into it."""
         self.site = site
@@ -102,7 +124,16 @@ class Cluster:
         }
         self._tasks: anyio.abc.TaskGroup | None = None
         self._gang: Gang | None = None
+        self.listener: NodeListener | None = None
+        """Hears of nodes after their children have."""
+
         self._is_replaced = False
+        self._may_stay: dict[NodeRank, frozenset[ChildId]] | None = None
+        self._joined_early: set[NodeRank] = set()
+
+    @property
+    def term(self) -> int:
+        return self._term
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -130,6 +161,15 @@ class Cluster:
             finally:
                 tasks.cancel_scope.cancel()
 
+    def let_stay(self, children: Mapping[NodeRank, frozenset[ChildId]]) -> None:
+        """What may go on of what an earlier leader started on a node; the rest is ended there.
+
+        Until this is said no node is a member. It holds for the first session of each.
+        """
+        self._may_stay = dict(children)
+        for node in sorted(self._joined_early):
+            self._take_in(node)
+
     def spawner_for(self, node: NodeRank, own: Spawner) -> Spawner:
         """What starts children on `node`."""
         return own if node == LEADER else RemoteSpawner(self.nodes[node])
@@ -137,10 +177,13 @@ class Cluster:
     def gang_spawner(self, own: Spawner) -> AgentsSpawner:
         return AgentsSpawner(lambda node: self.spawner_for(node, own), self._hold_port)
 
-    async def gang_hindrance(self) -> str | None:
-        """Why no attempt may begin: every node has to be there, and nobody may obey another."""
-        for node in self.nodes.values():
-            if (reason := await node.hindrance()) is not None:
+    async def gang_hindrance(self, placement: TrainPlacement) -> str | None:
+        """Why no attempt may begin: its nodes have to be there, and nobody may obey another."""
+        if not self._end.reigns():
+            return NOT_YET
+        used = {placement.node_of_rank(rank) for rank in range(len(placement.slots))}
+        for node in sorted(used - {LEADER}):
+            if (reason := await self.nodes[node].hindrance()) is not None:
                 return reason
         return None
 
@@ -181,8 +224,8 @@ class Cluster:
             while any(record.session.num_kept for record in self._end.records):
                 await clock.sleep(_POLL_S)
 
-    def status(self) -> tuple[NodeStatus, ...]:
-        """Every node, this one first."""
+    def status(self, note_of: Callable[[NodeRank], str]) -> tuple[NodeStatus, ...]:
+        """Every node, this one first; `note_of` adds what the run makes of it."""
         now = clock.now()
         own = NodeStatus(node=0, host=self.site.own_host, state="leads", since_s=None, detail="")
         others = (
@@ -191,7 +234,7 @@ class Cluster:
                 host=self.site.hosts[record.node],
                 state=record.state.value,
                 since_s=now - record.since,
-                detail=record.why_silent,
+                detail="; ".join(filter(None, (record.why_silent, note_of(record.node)))),
             )
             for record in self._end.records
         )
@@ -223,22 +266,41 @@ class Cluster:
             return lease_port(host)
         return await remote_port(self.nodes[node], host, 0)
 
-    async def _on_event(self, event: ClusterEvent) -> None:
+    async def _on_event(self, event: ClusterEvent) -> None:  # noqa: C901, PLR0912 - a table
         match event:
             case NodeSaid(node, said):
                 self.nodes[node].on_said(said)
             case NodeJoined(node, hello, is_return):
                 _log.info("node_joined", node=node, host=hello.host, is_return=is_return)
-                self.nodes[node].on_joined(())
+                self._joined_early.add(node)
+                self._take_in(node)
+                await self._post(events.NodeJoined(node))
             case NodeSuspected(node, reason):
                 _log.warning("node_suspected", node=node, why=reason)
+                if self.listener is not None:
+                    self.listener.on_suspected(node)
             case NodeRecovered(node):
                 _log.info("node_recovered", node=node)
+                if self.listener is not None:
+                    self.listener.on_recovered(node)
             case NodeLost(node, reason):
                 _log.warning("node_lost", node=node, why=reason)
+                self._joined_early.discard(node)
                 self.nodes[node].on_lost(reason)
+                if self.listener is not None:
+                    self.listener.on_lost(node)
+                await self._post(events.NodeLost(node, reason))
             case _:
                 assert_never(event)
+
+    def _take_in(self, node: NodeRank) -> None:
+        """Have it end what may not stay; from then on it is asked for things."""
+        if self._may_stay is None:
+            return
+        self._joined_early.discard(node)
+        self.nodes[node].on_joined(tuple(sorted(self._may_stay.pop(node, ()))))
+        if self.listener is not None:
+            self.listener.on_joined(node)
 
     def _on_rank(self, linked: RankLinked, link: RelayedLink) -> None:
         if self._tasks is not None:

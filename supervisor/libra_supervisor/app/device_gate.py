@@ -16,6 +16,7 @@ from libra.tracing.log import get_log
 from libra.wire.node import DeviceMemory
 from libra_supervisor.doctor.accelerators import device_memory
 from libra_supervisor.nodes.remote import RemoteNode
+from libra_supervisor.ranks.gang import Hindrance
 
 SLACK_BYTES: Final = 2 * 2**30
 """How much less than before its first start a child without a known need makes do with."""
@@ -23,9 +24,6 @@ SLACK_BYTES: Final = 2 * 2**30
 _GIB: Final = 2**30
 _log = get_log()
 
-
-Hindrance = Callable[[], Awaitable[str | None]]
-"""Why a start has to wait; None when it can go ahead."""
 
 Look = Callable[[], Awaitable[tuple[DeviceMemory, ...]]]
 """Raises SiteError when the driver does not tell."""

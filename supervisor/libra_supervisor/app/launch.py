@@ -128,10 +128,10 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
     )
     memory: PlanMemory | None = None
     if request.is_resume and directory.resolved_config_json.exists():
-        old = load_resolved(directory.resolved_config_json)
+        old, found = earlier_run(directory)
         config = pinned_config(config, old)
         if config.global_resource_planner.runtime_dynamic_reconfiguration_enabled:
-            memory = remembered_plan(directory)
+            memory = found
         if memory is not None:
             # What the run has come to, not what it was started with.
             config = planned_config(config, memory.in_force)
@@ -167,6 +167,16 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
         atomic_write(directory.given_config, request.config_path.read_bytes())
         write_plan(launch)
     return launch
+
+
+def earlier_run(directory: RunDirectory) -> tuple[RunConfig, PlanMemory | None]:
+    """The configuration that the run had, with every node there, and what it kept of its plan."""
+    old = load_resolved(directory.resolved_config_json)
+    memory = remembered_plan(directory)
+    if memory is None or memory.home is None:
+        return old, memory
+    # The layout that it had on what was left is none that anybody asked for.
+    return planned_config(old, memory.home), memory
 
 
 def _first_plan(

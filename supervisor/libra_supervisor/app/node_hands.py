@@ -4,27 +4,23 @@ Ranks (children that are bound) end with the lease; servers wait for a leader. A
 claims in a new session is ended before anything is started under its name, so a slot never has two.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Final, assert_never
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, Protocol, assert_never
 
 import anyio
 import anyio.abc
-import anyio.to_thread
 import msgspec
 
 from libra import clock
-from libra.errors import DataError, LibraError, PeerError, SiteError
+from libra.errors import InvariantError, LibraError, PeerError, SiteError
 from libra.ids import ChildId, Incarnation, RunId
-from libra.storage.arrival import when_visible
-from libra.storage.manifests import verify_announced
-from libra.storage.receipt import SETTLE_S
 from libra.tracing.log import get_log
 from libra.wire import node as wire
+from libra.wire import node_rollouts as rollouts
 from libra.wire.node import NodeCommand, NodeEvent, Welcome
+from libra.wire.node_rollouts import RolloutOrder
 from libra.wire.rank import Hello as RankHello
-from libra_supervisor.doctor.accelerators import device_memory
+from libra_supervisor.app.node_looks import devices_of, read, seen
 from libra_supervisor.instances.port_lease import PortLease, lease_port
 from libra_supervisor.process.child import RunningChild
 from libra_supervisor.process.identity import boot_id
@@ -51,6 +47,16 @@ class Tongue:
     ) -> None:
         self.say = say
         self.say_when_room = say_when_room
+
+
+class Making(Protocol):
+    """What makes trajectories here."""
+
+    def obey(self, order: RolloutOrder) -> None:
+        """Begin what is asked for, without waiting."""
+
+    def let_go(self, reason: str) -> None:
+        """Make nothing any more, and take no requests anywhere; ends beside."""
 
 
 class HeldChild:
@@ -92,7 +98,9 @@ class NodeHands:
         self._on_begin = on_begin
         self._on_leave = on_leave
         self._tongue: Tongue | None = None
+        self._making: Making | None = None
         self._session = 0
+        self._term = 0
         self._swept = anyio.Event()
         self._held: dict[Incarnation, HeldChild] = {}
         self._ports: dict[int, PortLease] = {}
@@ -105,6 +113,9 @@ class NodeHands:
     def speak_through(self, tongue: Tongue) -> None:
         self._tongue = tongue
 
+    def make_through(self, making: Making) -> None:
+        self._making = making
+
     # libra_supervisor.nodes.follower.Hands
 
     def children(self) -> tuple[ChildId, ...]:
@@ -112,6 +123,11 @@ class NodeHands:
 
     async def begin(self, welcome: Welcome) -> None:
         await self._on_begin(welcome)
+        if welcome.term != self._term:
+            # Whoever leads now knows of none that the one before had held.
+            for port in tuple(self._ports):
+                self._free(port)
+            self._term = welcome.term
         self._session += 1
         self._swept = anyio.Event()
 
@@ -139,9 +155,9 @@ class NodeHands:
             case wire.FreePort(port):
                 self._free(port)
             case wire.LookAtDevices():
-                self._tasks.start_soon(self._look_at_devices, command)
+                self._tasks.start_soon(self._answer, seen, command, self._devices)
             case wire.ReadWeights():
-                self._tasks.start_soon(self._read_weights, command)
+                self._tasks.start_soon(self._answer, read, command)
             case wire.ToRank(link, data):
                 if link in self._pieces:
                     await self._pieces[link].send(data)
@@ -150,12 +166,22 @@ class NodeHands:
                     self._links[link].close()
             case wire.Leave(exit_code, reason):
                 self._on_leave(exit_code, reason)
+            case (
+                rollouts.TakePart()
+                | rollouts.Servers()
+                | rollouts.MakeSamples()
+                | rollouts.MakeAgain()
+                | rollouts.DropJob()
+            ):
+                self._make(command)
             case _:
                 assert_never(command)
 
     async def let_go(self, reason: str) -> None:
         """Kill the ranks at once: the leader counts on it that they are gone by now."""
         self._session += 1
+        if self._making is not None:
+            self._making.let_go(reason)
         bound = [it for it in self._held.values() if it.is_bound]
         if bound:
             _log.warning("ranks_let_go", why=reason, num_agents=len(bound))
@@ -207,6 +233,10 @@ class NodeHands:
         held = self._held.get(command.incarnation)
         if held is None or held.has_ended or held.child_id != command.child_id:
             self._say(wire.Failed(command.call, "it does not run here"))
+            return
+        found = held.child.identity
+        if (found.pid, found.start_ticks) != (command.pid, command.start_ticks):
+            self._say(wire.Failed(command.call, f"it is pid {found.pid} here"))
             return
         self._say_started(command.call, held.child)
 
@@ -280,29 +310,13 @@ class NodeHands:
 
     def _own_devices(self, slots: str) -> str:
         """The devices here that slots stand for. Raises SiteError for a slot that is not there."""
-        return ",".join(self._devices_of([int(slot) for slot in slots.split(",") if slot]))
+        numbers = [int(slot) for slot in slots.split(",") if slot]
+        return ",".join(devices_of(numbers, self._devices))
 
-    def _devices_of(self, slots: Sequence[int]) -> list[str]:
-        """Raises SiteError for a slot that is not there."""
-        if any(slot >= len(self._devices) for slot in slots):
-            wanted = ",".join(map(str, slots))
-            raise SiteError(f"slots {wanted} are wanted here, and {len(self._devices)} devices are")
-        return [self._devices[slot] for slot in slots]
-
-    async def _look_at_devices(self, command: wire.LookAtDevices) -> None:
-        try:
-            devices = self._devices_of(command.slots)
-        except SiteError as error:
-            self._say(wire.Failed(command.call, str(error)))
-            return
-        # What others have too is never free when one of them runs.
-        own = [it for it in devices if self._devices.count(it) == devices.count(it)]
-        try:
-            seen = await anyio.to_thread.run_sync(device_memory, own)
-        except SiteError as error:
-            self._say(wire.DevicesSeen(command.call, (), str(error)))
-            return
-        self._say(wire.DevicesSeen(command.call, seen, ""))
+    def _make(self, order: RolloutOrder) -> None:
+        if self._making is None:
+            raise InvariantError("nothing makes trajectories here")
+        self._making.obey(order)
 
     # Ports
 
@@ -319,24 +333,6 @@ class NodeHands:
         lease = self._ports.pop(port, None)
         if lease is not None:
             lease.close()
-
-    # Weights
-
-    async def _read_weights(self, command: wire.ReadWeights) -> None:
-        """Once for all servers here: they read through this host's page cache, as we do."""
-        # Without it the files would often be too new for a receipt.
-        await clock.sleep(2 * SETTLE_S)
-
-        def on_wait(lack: str) -> None:
-            _log.warning("weights_not_seen_yet", why=lack)
-
-        check = partial(verify_announced, Path(command.directory), command.manifest_hash)
-        try:
-            receipt = await when_visible(check, on_wait=on_wait)
-        except DataError as error:
-            self._say(wire.Failed(command.call, str(error)))
-            return
-        self._say(wire.WeightsRead(command.call, receipt))
 
     # Ranks
 
@@ -399,6 +395,9 @@ class NodeHands:
             scope.cancel()
 
     # Speaking
+
+    async def _answer(self, answer: Callable[..., Awaitable[NodeEvent]], *what: object) -> None:
+        self._say(await answer(*what))
 
     def _say(self, event: NodeEvent) -> None:
         if self._tongue is not None:

@@ -1,12 +1,14 @@
 """Builds the control state of a run from its configuration."""
 
 from libra import clock
+from libra.config.planning import PlannerConfig
 from libra.config.run import RunConfig
-from libra.ids import RunId
+from libra.ids import NodeRank, RunId
 from libra.models.architecture import architecture_of
 from libra.models.kv_capacity import kv_capacity_tokens
 from libra.planner.cost_models import engine_memory
 from libra.planner.plan import Plan
+from libra.planner.without_nodes import Layouts, Terms, fastest, smaller_dp
 from libra.pools.change_policy import policy_of
 from libra.pools.pool import RolloutPool
 from libra.rollouts.accounts import LEASE_S, BufferLimits
@@ -22,6 +24,7 @@ from libra_supervisor.loop.control import Control
 from libra_supervisor.loop.cycle import Cycle, Limits
 from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.hybrid_desk import HybridDesk, HybridTerms
+from libra_supervisor.loop.node_desk import NodeDesk, NodePolicy
 from libra_supervisor.loop.plan_desk import PlanDesk
 from libra_supervisor.loop.publication import Publication
 from libra_supervisor.loop.publication import Terms as PublicationTerms
@@ -33,6 +36,7 @@ def control_of(launch: Launch, prompts: Prompts, run_id: RunId) -> Control:
     """Every machine in its first state. Call it inside the event loop: it reads the clock."""
     now, config, plan = clock.now(), launch.config, launch.plan
     hybrids = hybrid_desk_of(launch, run_id)
+    plans = plan_desk_of(launch, hybrids)
     pool = RolloutPool(
         [(i.instance_id, i.tp) for i in plan.instances],
         now=now,
@@ -57,8 +61,9 @@ def control_of(launch: Launch, prompts: Prompts, run_id: RunId) -> Control:
         desk=RolloutDesk(buffer_limits(config), prompts.cursor),
         publication=publication,
         evaluator=Evaluator(_evaluation_terms(config, prompts)),
-        plans=plan_desk_of(launch, hybrids),
+        plans=plans,
         hybrids=hybrids,
+        nodes=node_desk_of(launch, plans, now=now),
         policy=Policy(
             min_rollout_gpus=min_rollout_gpus,
             publishes=publishes,
@@ -106,6 +111,47 @@ def plan_desk_of(launch: Launch, hybrids: HybridDesk | None) -> PlanDesk:
         memory=launch.memory,
         hybrids=hybrids,
     )
+
+
+def node_desk_of(launch: Launch, plans: PlanDesk, *, now: float) -> NodeDesk | None:
+    """None where the run waits for a node that it lost, or has no other."""
+    cluster, site = launch.config.cluster, launch.site
+    if site is None or cluster.node_loss_policy == "wait":
+        return None
+    config = launch.given
+    planner = config.global_resource_planner
+    return NodeDesk(
+        NodePolicy(
+            home=launch.plan,
+            terms=Terms(
+                min_rollout_gpus=planner.min_rollout_gpus,
+                layouts=_layouts(launch),
+                why_not=lambda plan: plans.why_not(plan) or too_small(plan, planner),
+                crosses_nodes=planner.allow_cross_node_tp,
+            ),
+            followers=tuple(NodeRank(rank) for rank in range(1, site.num_nodes)),
+            patience_s=cluster.node_loss_patience_s,
+            first_patience_s=config.supervision.start_timeout_s,
+            retry_s=planner.runtime_replan_cooldown_s,
+        ),
+        now=now,
+    )
+
+
+def _layouts(launch: Launch) -> Layouts:
+    """The planner's, where the layout is the planner's to choose; else that of the run, cut."""
+    config, train = launch.given, launch.plan.train
+    asked_for = launch.loaded.config.global_resource_planner.initial_allocation_strategy
+    if asked_for == "grp" and launch.book is not None:
+        return fastest(config, train, launch.book)
+    return smaller_dp(train, micro_batch_size=config.training.micro_batch_size)
+
+
+def too_small(plan: Plan, planner: PlannerConfig) -> str:
+    """In words that the plan's core is below the configured minimum; empty when it is not."""
+    if plan.train.world_size >= planner.min_train_gpus:
+        return ""
+    return f"min_train_gpus is {planner.min_train_gpus}"
 
 
 def probe_tolerance(config: RunConfig) -> float:

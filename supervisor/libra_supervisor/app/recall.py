@@ -78,7 +78,7 @@ class RunMemory:
                     incarnation=event.incarnation,
                     pid=event.pid,
                     start_ticks=event.start_ticks,
-                    boot_id=boot_id(),
+                    boot_id=event.boot_id or boot_id(),
                     facts=event.facts,
                 )
             case ChildReady():

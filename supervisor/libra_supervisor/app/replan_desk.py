@@ -7,7 +7,7 @@ line in reconfigurations.jsonl before anything follows from it.
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from math import inf
-from typing import Never
+from typing import Final, Literal, Never
 
 import anyio
 import anyio.to_thread
@@ -15,18 +15,23 @@ import msgspec
 
 from libra import clock
 from libra.config.run import RunConfig
+from libra.errors import InfeasiblePlanError
 from libra.planner.calibration import Calibration
 from libra.planner.matching import next_number_after
 from libra.planner.plan import Plan, plan_in_words
-from libra.planner.replan import Keep, Question, Replanner, Switch, Verdict, answer
+from libra.planner.replan import Keep, Ordered, Question, Replanner, Switch, Verdict, answer
 from libra.planner.replan_observed import StepObserved
-from libra.pools.change_policy import Refusal, judged, matched_by
+from libra.planner.replan_order import expectations, kind_of, ordered_plan
+from libra.planner.replan_seating import Room
+from libra.pools.change_policy import Judgement, Refusal, judged, matched_by
+from libra.pools.transition import in_words
 from libra.scheduling.explanation import InstanceView
 from libra.tracing.log import get_log
-from libra.wire.api import VerbReply
+from libra.wire.api import PlanOrder, VerbReply
 from libra_supervisor.events import Event, ReconfigurationEnded, ReconfigurationWanted
 from libra_supervisor.loop.commands import Command, WriteStep
 from libra_supervisor.loop.control import Control
+from libra_supervisor.loop.plan_life import why_not_now
 from libra_supervisor.records.reconfiguration import DecisionRecord, Line
 
 _log = get_log()
@@ -46,6 +51,8 @@ class DeskPorts(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks."""
 
     post: Callable[[Event], Awaitable[None]]
+    num_slots: int | None = None
+    """Devices of the one machine, those that no plan uses included; None over several nodes."""
 
 
 class Outcomes(msgspec.Struct, kw_only=True):
@@ -138,6 +145,64 @@ class ReplanDesk:
             details=msgspec.to_builtins(record) | {"plan_wanted": _wanted(verdict)},
         )
 
+    async def order(self, order: PlanOrder, *, is_dry_run: bool) -> VerbReply:
+        """Go over to the plan that an operator names, whatever it earns, or say what refuses it."""
+        planner = self._config.global_resource_planner
+        if not is_dry_run and not planner.runtime_dynamic_reconfiguration_enabled:
+            return VerbReply(ok=False, message=f"{NOT_ENABLED}; --dry-run shows what would be done")
+        async with self._is_looking:
+            question = self._question(is_asked=True)
+            try:
+                wanted = ordered_plan(question.plan, order, self._room(question))
+            except InfeasiblePlanError as error:
+                return VerbReply(ok=False, message=str(error))
+            return await self._order(question, wanted, is_dry_run=is_dry_run)
+
+    async def _order(self, question: Question, wanted: Plan, *, is_dry_run: bool) -> VerbReply:
+        control = self._ports.control
+        plan, judgement = control.plans.judged(control.pool, wanted)
+        if why := self._why_not_now():
+            judgement = Refusal(why)
+        refusal = judgement.reason if isinstance(judgement, Refusal) else ""
+        numbers = {} if refusal else expectations(question, plan)
+        reason = f"ordered by the operator{': ' if refusal else ''}{refusal}"
+        kind = kind_of(question.plan, plan)
+        ordered = Ordered(plan=plan, kind=kind, reason=reason, numbers=numbers)
+        record = self._record(question, ordered, is_dry_run=is_dry_run)
+        await anyio.to_thread.run_sync(self._ports.write, record)
+        self._note(record)
+        if not is_dry_run:
+            await self._give(record.decision_id, ordered, wanted, is_refused=bool(refusal))
+        words = _in_words(judgement)
+        details = {"plan_wanted": msgspec.to_builtins(plan), "transitions": words}
+        return VerbReply(
+            ok=not refusal,
+            message=_answer(record, words, is_refused=bool(refusal)),
+            details=msgspec.to_builtins(record) | details,
+        )
+
+    async def _give(
+        self, decision_id: int, ordered: Ordered, wanted: Plan, *, is_refused: bool
+    ) -> None:
+        """To the changing part, also what it is going to refuse: its line says so."""
+        if not is_refused:
+            self._pending_id = decision_id
+            self._replanner.on_switch_begun(ordered)
+        await self._ports.post(ReconfigurationWanted(decision_id, wanted, ordered.reason))
+
+    def _why_not_now(self) -> str:
+        if self._pending_id is not None:
+            return "another change of the plan is under way"
+        return why_not_now(self._ports.control)
+
+    def _room(self, question: Question) -> Room:
+        """An order may use idle devices; the planner plans for those that the run asked for."""
+        room, num_slots = question.bounds.room, self._ports.num_slots
+        if num_slots is None:
+            return room
+        num_gpus = num_slots - len(room.lost)
+        return Room(num_gpus=num_gpus, gpus_per_node=num_slots, lost=room.lost)
+
     @property
     def _is_busy(self) -> bool:
         return self._pending_id is not None or self._ports.control.plans.is_busy
@@ -149,17 +214,7 @@ class ReplanDesk:
 
     async def _look(self, *, is_asked: bool, is_dry_run: bool) -> tuple[DecisionRecord, Verdict]:
         async with self._is_looking:
-            plans = self._ports.control.plans
-            if self._config.global_resource_planner.runtime_online_replanning:
-                self._replanner.book = self._ports.book()
-            self._replanner.lost = plans.lost
-            question = self._replanner.question(
-                plans.plan,
-                clock.now(),
-                self._steps_left(),
-                is_asked=is_asked,
-                why_not=self._why_not(),
-            )
+            question = self._question(is_asked=is_asked)
             verdict = await anyio.to_thread.run_sync(answer, question)
             # The run went on meanwhile, and somebody else may have begun a change.
             is_dry_run = is_dry_run or self._is_busy
@@ -169,6 +224,19 @@ class ReplanDesk:
             if not is_dry_run:
                 await self._follow(record.decision_id, verdict)
         return record, verdict
+
+    def _question(self, *, is_asked: bool) -> Question:
+        plans = self._ports.control.plans
+        if self._config.global_resource_planner.runtime_online_replanning:
+            self._replanner.book = self._ports.book()
+        self._replanner.lost = plans.lost
+        return self._replanner.question(
+            plans.plan,
+            clock.now(),
+            self._steps_left(),
+            is_asked=is_asked,
+            why_not=self._why_not(),
+        )
 
     async def _follow(self, decision_id: int, verdict: Verdict) -> None:
         match verdict:
@@ -186,7 +254,7 @@ class ReplanDesk:
     def _why_not(self) -> Callable[[Plan], str]:
         """What the changing part would say of a plan, from where the run stands now."""
         plans, pool = self._ports.control.plans, self._ports.control.pool
-        plan, ground = plans.plan, plans.ground(pool, plans.plan.instances)
+        plan, ground = plans.plan, plans.ground_in_force(pool)
         # What is only written down has to be possible all the same.
         policy = msgspec.structs.replace(plans.policy, is_plan_only=False)
 
@@ -202,14 +270,16 @@ class ReplanDesk:
 
         return why_not
 
-    def _record(self, question: Question, verdict: Verdict, *, is_dry_run: bool) -> DecisionRecord:
+    def _record(
+        self, question: Question, verdict: Verdict | Ordered, *, is_dry_run: bool
+    ) -> DecisionRecord:
         self._last_id += 1
         wanted = verdict.candidate if isinstance(verdict, Keep) else verdict.plan
         return DecisionRecord(
             decision_id=self._last_id,
             wall_time_ns=clock.wall_ns(),
             step=self._step,
-            verdict="keep" if isinstance(verdict, Keep) else "switch",
+            verdict=_VERDICTS[type(verdict)],
             switch_kind="" if isinstance(verdict, Keep) else verdict.kind,
             reason=verdict.reason,
             numbers=verdict.numbers,
@@ -257,6 +327,13 @@ class ReplanDesk:
         )
 
 
+_VERDICTS: Final[dict[type, Literal["keep", "switch", "ordered"]]] = {
+    Keep: "keep",
+    Switch: "switch",
+    Ordered: "ordered",
+}
+
+
 def _share(part: float, whole: float) -> float:
     return max(0.0, min(1.0, part / whole)) if whole > 0 else 0.0
 
@@ -264,19 +341,32 @@ def _share(part: float, whole: float) -> float:
 def _taken(record: DecisionRecord) -> str:
     if record.verdict == "keep":
         return "plan kept"
+    if record.verdict == "ordered":
+        return "order looked at" if record.is_dry_run else "change ordered"
     return "switch found worth it" if record.is_dry_run else "switch decided"
 
 
-def _answer(record: DecisionRecord) -> str:
-    """What `replan` prints: verdict, plans, reason, and every number under its name."""
+def _answer(
+    record: DecisionRecord, transitions: Sequence[str] = (), *, is_refused: bool = False
+) -> str:
+    """What `replan` prints: verdict, plans, reason, every number under its name, and the way."""
+    taken = "order refused" if is_refused else _taken(record)
+    other = "ordered:  " if record.verdict == "ordered" else "candidate:"
     lines = [
-        f"{_taken(record)} (decision {record.decision_id}, after step {record.step})",
+        f"{taken} (decision {record.decision_id}, after step {record.step})",
         f"in force:  {record.plan}",
-        f"candidate: {record.candidate or 'none'}",
+        f"{other} {record.candidate or 'none'}",
         f"because:   {record.reason}",
         *(f"  {name} {value:.6g}" for name, value in record.numbers.items()),
+        *(f"{number}. {words}" for number, words in enumerate(transitions, 1)),
     ]
     return "\n".join(lines)
+
+
+def _in_words(judgement: Judgement) -> tuple[str, ...]:
+    if isinstance(judgement, Refusal):
+        return judgement.transitions
+    return tuple(map(in_words, judgement))
 
 
 def _wanted(verdict: Verdict) -> object:

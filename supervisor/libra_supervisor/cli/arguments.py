@@ -178,11 +178,7 @@ def _add_control(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     stop.add_argument("--now", action="store_true", help="do not finish the step")
     reload = verbs.add_parser("reload", help="load the served weights into every engine once more")
     _add_run_dir(reload, "directory of the run (default: the newest in runs/)")
-    replan = verbs.add_parser("replan", help="look at the plan now, and change it if that pays")
-    _add_run_dir(replan, "directory of the run (default: the newest in runs/)")
-    replan.add_argument(
-        "--dry-run", action="store_true", help="say what would be done, and do nothing"
-    )
+    _add_replan(verbs)
     _add_logs(verbs)
     for verb in VERBS_ON_TARGET:
         act = verbs.add_parser(verb, help=f"{verb} one rollout instance")
@@ -195,6 +191,54 @@ def _add_control(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -
                 "--node", type=int, metavar="N", help="every instance of this node of the run"
             )
         _add_run_dir(act, "directory of the run (default: the newest in runs/)")
+
+
+def _add_replan(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    replan = verbs.add_parser(
+        "replan",
+        help="look at the plan now, and change it if that pays; or go over to the plan named",
+        description="Without the options of a plan the planner looks for one, and the change is "
+        "made if it pays. With any of them the plan named is gone over to, whatever it earns; what "
+        "is not named stays as it is.",
+    )
+    _add_run_dir(replan, "directory of the run (default: the newest in runs/)")
+    replan.add_argument(
+        "--dry-run", action="store_true", help="say what would be done, and do nothing"
+    )
+    plan = replan.add_argument_group("the plan to go over to")
+    plan.add_argument(
+        "--train-gpus",
+        type=_positive,
+        metavar="N",
+        help="of the core, without hybrid replicas; DP follows",
+    )
+    for size in ("tp", "pp", "cp", "ep"):
+        plan.add_argument(
+            f"--train-{size}-size", type=_positive, metavar="N", help=f"{size.upper()} of the core"
+        )
+    plan.add_argument(
+        "--instances",
+        type=_buckets,
+        metavar="COUNTxTP[,...]",
+        help="all rollout instances: 2x1,1x4 are two of TP 1 and one of TP 4; 0 is none",
+    )
+    plan.add_argument("--hybrids", type=_count, metavar="N", help="hybrid replicas")
+
+
+def _buckets(text: str) -> list[tuple[int, int]]:
+    if text == "0":
+        return []
+    found = [part.split("x") for part in text.split(",")]
+    if not all(len(pair) == 2 and all(it.isdecimal() and int(it) for it in pair) for pair in found):  # noqa: PLR2004 - a pair
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 2x1,1x4 (count x TP)")
+    return [(int(count), int(tp)) for count, tp in found]
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is less than 0")
+    return number
 
 
 def _add_logs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

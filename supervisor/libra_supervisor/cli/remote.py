@@ -9,7 +9,7 @@ from time import sleep
 import msgspec
 
 from libra.errors import PeerError, SiteError
-from libra.wire.api import StatusSnapshot, VerbReply, VerbRequest
+from libra.wire.api import PlanOrder, StatusSnapshot, VerbReply, VerbRequest
 from libra_supervisor.display.status import status_text
 from libra_supervisor.process.peer import connect
 from libra_supervisor.run_directory import RunDirectory
@@ -32,6 +32,7 @@ def speak(options: Namespace) -> int:
         node=getattr(options, "node", None),
         now=getattr(options, "now", False),
         dry_run=getattr(options, "dry_run", False),
+        plan=_order_in(options),
     )
     timeout_s = SEARCH_TIMEOUT_S if options.verb == "replan" else TIMEOUT_S
     content = msgspec.json.encode(request)
@@ -39,6 +40,16 @@ def speak(options: Namespace) -> int:
     reply = msgspec.json.decode(body, type=VerbReply)
     (sys.stdout if reply.ok else sys.stderr).write(f"{reply.message}\n")
     return 0 if reply.ok else REFUSED
+
+
+def _order_in(options: Namespace) -> PlanOrder | None:
+    """What `replan` names of a plan; None when it names nothing."""
+    named = {name: getattr(options, name, None) for name in PlanOrder.__struct_fields__}
+    if all(value is None for value in named.values()):
+        return None
+    if (instances := named["instances"]) is not None:
+        named["instances"] = [{"count": count, "tp": tp} for count, tp in instances]
+    return msgspec.convert(named, PlanOrder)
 
 
 def _status(directory: RunDirectory, options: Namespace) -> int:

@@ -11,6 +11,7 @@ from libra_supervisor.loop import (
     gang_life,
     hybrid_life,
     instance_life,
+    node_life,
     plan_life,
     requests,
     samples,
@@ -74,6 +75,9 @@ class Control(RunState):
                 return hybrid_life.on_replica(self, event, at)
             case events.InstanceDrained() | events.InstanceWarmed() | events.InstanceRetired():
                 return plan_life.on_instance(self, event, at)
+            case events.NodeJoined() | events.NodeLost():
+                node_life.on_node(self, event, at)
+                return ()
             case (
                 events.StopRequested()
                 | events.DrainRequested()

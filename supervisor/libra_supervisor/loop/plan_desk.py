@@ -11,14 +11,15 @@ from libra.ids import NodeRank, ReplicaId
 from libra.planner.applied import planned_config
 from libra.planner.matching import next_number_after
 from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, with_hybrids_in_core
-from libra.pools.change_policy import Policy, matched_by
-from libra.pools.ground import Ground, Server, Slot, Stage, plan_on
+from libra.pools.change_policy import Judgement, Policy, Refusal, judged, matched_by
+from libra.pools.ground import Ground, Hybrid, Server, Slot, Stage, plan_on
 from libra.pools.member import MemberState
 from libra.pools.pool import RolloutPool
 from libra.pools.reconfiguration import Order, Reconfiguration
 from libra.pools.transition import PHASE_OF
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.plan_memory import PlanMemory
+from libra_supervisor.loop.stage_clock import StageClock
 from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRecord
 
 STALLED: Final = "stalled"
@@ -54,6 +55,12 @@ class PlanDesk:
         self.policy = policy
         self.hybrids = hybrids
         self.change: Reconfiguration | None = None
+        self.home: Plan | None = None
+        """With every node there, once the loss of one has changed the plan."""
+
+        self.stages = StageClock()
+        """Of the change under way."""
+
         self.interrupted: Order | None = None
         """A change that an earlier supervisor did not end."""
 
@@ -127,12 +134,23 @@ class PlanDesk:
                 f"a replica has {wanted.train.ep} data-parallel ranks, for EP {wanted.train.ep}, "
                 f"and the core only {wanted.train.dp}"
             )
+        if wanted.hybrids and (why := self._too_many_shards(wanted)):
+            return why
         # As if it had been configured: batches have to divide, degrees to fit the model.
         known = check_rules(planned_config(self._config, self.plan))
         for problem in check_rules(planned_config(self._config, wanted)):
             if problem not in known:
                 return f"{problem.path} {problem.what}"
         return ""
+
+    def _too_many_shards(self, wanted: Plan) -> str:
+        """Every data-parallel rank has to get something of a mini-batch."""
+        training = self._config.training
+        size = training.mini_batch_size or training.batch_size
+        num_shards = wanted.train.dp + len(wanted.hybrids) * wanted.train.ep
+        if num_shards <= size:
+            return ""
+        return f"a mini-batch of {size} trajectories cannot be cut for {num_shards} ranks"
 
     def ground(self, pool: RolloutPool, placements: tuple[InstancePlacement, ...]) -> Ground:
         """What holds devices now: those of `placements` that the pool has not given up."""
@@ -145,6 +163,26 @@ class PlanDesk:
             is_serving = member.state in (MemberState.SERVING, MemberState.RELOADING)
             servers.append(Server(placement, Stage.SERVING if is_serving else Stage.STARTING))
         return Ground(train=self.plan.train, servers=tuple(servers), lost=self.lost)
+
+    def ground_in_force(self, pool: RolloutPool) -> Ground:
+        """What holds devices while no change is under way."""
+        members = tuple(Hybrid(it, is_member=True) for it in self.plan.hybrids)
+        return msgspec.structs.replace(self.ground(pool, self.plan.instances), hybrids=members)
+
+    def judged(self, pool: RolloutPool, wanted: Plan) -> tuple[Plan, Judgement]:
+        """`wanted` as a change would reach it, and its transitions or what refuses it.
+
+        Names of what is new are those that it would get now, and are not used up.
+        """
+        plan = self.as_carried_out(wanted)
+        if why := self.why_not(plan):
+            return plan, Refusal(why)
+        found = matched_by(
+            self.policy, self.plan, plan, next_number=self._next_number, lost=self.lost
+        )
+        if found == self.plan:
+            return found, Refusal("this plan is in force already")
+        return found, judged(self.policy, self.ground_in_force(pool), self.plan, found)
 
     def plan_to_reshape(self) -> Plan:
         """What the gang's next attempt reads as its configuration."""
@@ -170,7 +208,8 @@ class PlanDesk:
             plan=self.plan if change is None else plan_on(change.ground, self.plan),
             next_number=self._next_number,
             order=self.interrupted if change is None else change.order,
-            lost_slots=tuple(sorted(slot for _, slot in lost)),
+            lost_slots=tuple(sorted(slot for node, slot in lost if not node)),
+            home=self.home,
         )
         if memory == self._kept:
             return None

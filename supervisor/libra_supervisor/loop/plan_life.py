@@ -8,15 +8,16 @@ import msgspec
 from libra.ids import InstanceId
 from libra.planner.plan import Plan
 from libra.pools.change_policy import Refusal, devices_missing, judged
-from libra.pools.ground import Hybrid
 from libra.pools.member import MemberState
 from libra.pools.reconfiguration import Order, Reconfiguration, Result
 from libra.pools.transition import Transition, in_words
 from libra_supervisor import events
 from libra_supervisor.loop import commands
+from libra_supervisor.loop.change_stages import stages_now
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.run_state import RunState
+from libra_supervisor.loop.stage_clock import StageClock
 from libra_supervisor.loop.transition_orders import orders_for
 from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRecord
 
@@ -97,12 +98,15 @@ def on_training_failed(state: RunState, reason: str, at: Moment) -> tuple[Comman
 def follow_change(state: RunState, at: Moment) -> tuple[Command, ...]:
     """Tell the change under way what has become of servers and of the trainer."""
     done = [*_resume(state, at)]
+    if state.plans.change is not None:
+        state.plans.stages.look(stages_now(state, state.plans.change), now=at.now)
     for notice in _notices(state):
         change = state.plans.change
         if change is None:
             break
         done += _carried_out(state, notice(change, at.now), at)
-    memory = state.plans.memory_if_changed() if state.plans.policy.is_enabled else None
+    is_kept = state.plans.policy.is_enabled or state.plans.home is not None
+    memory = state.plans.memory_if_changed() if is_kept else None
     return (*done, *([] if memory is None else [commands.KeepPlan(memory)]))
 
 
@@ -114,35 +118,57 @@ def _on_wanted(
 ) -> tuple[Command, ...]:
     plans = state.plans
     plan = plans.as_carried_out(event.plan)
-    if why := _why_not_now(state) or plans.why_not(plan):
+    if why := why_not_now(state) or plans.why_not(plan):
         return _refused(state, event, Refusal(why), at)
     wanted = plans.match(plan)
     if wanted == plans.plan:
         return _refused(state, event, Refusal("this plan is in force already"), at)
-    members = tuple(Hybrid(it, is_member=True) for it in plans.plan.hybrids)
-    ground = plans.ground(state.pool, plans.plan.instances)
-    ground = msgspec.structs.replace(ground, hybrids=members)
+    ground = plans.ground_in_force(state.pool)
     found = judged(plans.policy, ground, plans.plan, wanted)
     if isinstance(found, Refusal):
         return _refused(state, event, found, at)
     order = Order(decision_id=event.decision_id, reason=event.reason, old=plans.plan, wanted=wanted)
-    plans.change = change = Reconfiguration(
+    change = Reconfiguration(
         order,
         ground,
         plans.policy.rules(wanted),
         timeout_s=plans.policy.timeout_s,
         now=at.now,
     )
+    plans.stages = StageClock(attempt=state.attempt)
     fields: dict[str, object] = {
         "decision": event.decision_id,
         "why": event.reason,
         "transitions": [in_words(it) for it in found],
     }
+    return begin(state, change, fields, at)
+
+
+def begin(
+    state: RunState, change: Reconfiguration, fields: dict[str, object], at: Moment
+) -> tuple[Command, ...]:
+    """Make it the change that is under way; `fields` say why in the log."""
+    state.plans.change = change
     said = commands.Say("reconfiguration_begun", fields)
     return (said, *_carried_out(state, change.begin(now=at.now), at))
 
 
-def _why_not_now(state: RunState) -> str:
+def overtaken(state: RunState, reason: str, at: Moment) -> tuple[Command, ...]:
+    """Write down that the change under way, if any, is given up for another one.
+
+    What it has done so far stays, and the other one begins from there.
+    """
+    plans, change = state.plans, state.plans.change
+    if change is None:
+        return ()
+    plans.change = None
+    plans.lost = change.ground.lost
+    record = _record(state, change.order, "failed", f"overtaken: {reason}", at)
+    return _told(state, record)
+
+
+def why_not_now(state: RunState) -> str:
+    """What keeps the run from any change of its plan at this moment; empty when nothing does."""
     if state.plans.is_busy:
         return "another change of the plan is under way"
     if state.publication.committed is None:
@@ -176,6 +202,7 @@ def _resume(state: RunState, at: Moment) -> tuple[Command, ...]:
         timeout_s=plans.policy.timeout_s,
         now=at.now,
     )
+    plans.stages = StageClock(attempt=state.attempt)
     fields: dict[str, object] = {"decision": order.decision_id, "turned_by": order.turned_by}
     said = commands.Say("reconfiguration_resumed", fields)
     return (said, *_carried_out(state, change.begin(now=at.now), at))
@@ -245,15 +272,17 @@ def _ended(
     state: RunState, change: Reconfiguration, result: Result, at: Moment
 ) -> tuple[Command, ...]:
     plans, order = state.plans, change.order
+    plans.stages.look({}, now=at.now)
     plans.change = None
     plans.lost = change.ground.lost
     before, plans.plan = plans.plan, result.plan
-    record = _record(state, order.decision_id, result.outcome, result.reason, at)
+    record = _record(state, order, result.outcome, result.reason, at)
     record = msgspec.structs.replace(
         record,
         total_s=result.total_s,
         stalled_s=result.stalled_s,
         phases=result.phases,
+        stages=plans.stages.seconds,
         transitions=result.transitions,
         started=_beyond(result.plan, before),
         stopped=_beyond(before, result.plan),
@@ -271,15 +300,20 @@ def _ended(
 def _refused(
     state: RunState, event: events.ReconfigurationWanted, refusal: Refusal, at: Moment
 ) -> tuple[Command, ...]:
-    record = _record(state, event.decision_id, "refused", refusal.reason, at)
+    record = _record(state, event, "refused", refusal.reason, at)
     return _told(state, msgspec.structs.replace(record, transitions=refusal.transitions))
 
 
 def _record(
-    state: RunState, decision_id: int, outcome: Outcome, reason: str, at: Moment
+    state: RunState,
+    of: Order | events.ReconfigurationWanted,
+    outcome: Outcome,
+    reason: str,
+    at: Moment,
 ) -> ReconfigurationRecord:
     return ReconfigurationRecord(
-        decision_id=decision_id,
+        decision_id=of.decision_id,
+        cause=of.cause if isinstance(of, Order) else "decision",
         wall_time_ns=at.wall_ns,
         step=state.cycle.step,
         strategy=state.plans.policy.strategy,

@@ -25,6 +25,10 @@ class PlanMemory(msgspec.Struct, frozen=True, kw_only=True):
     lost_slots: tuple[SlotId, ...] = ()
     """Held by processes that did not end."""
 
+    home: Plan | None = None
+    """With every node there, of a run that went on without some; a supervisor that comes after
+    starts with it again, and with nothing else of this."""
+
     @property
     def in_force(self) -> Plan:
         """The plan before what is under way."""

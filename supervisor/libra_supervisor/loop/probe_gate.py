@@ -17,6 +17,12 @@ class ProbeGate:
         self._probes.clear()
         self.is_open = self._num_ranks == 0 or restored_step > 0
 
+    def on_other_layout(self) -> None:
+        """Ranks start anew as others than those the probe was for: none is waited for."""
+        self._num_ranks = 0
+        self._probes.clear()
+        self.is_open = True
+
     def on_probed(self, probed: RecomputeProbed) -> tuple[RecomputeProbed, ...] | None:
         """What is to be judged: all ranks' answers, or those up to the first that did not fit."""
         if self.is_open or any(earlier.error for earlier in self._probes):

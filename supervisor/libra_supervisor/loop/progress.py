@@ -7,6 +7,7 @@ from libra_supervisor.loop import commands, hybrid_life
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.cycle import Phase
 from libra_supervisor.loop.moment import Moment
+from libra_supervisor.loop.node_life import follow_nodes
 from libra_supervisor.loop.plan_life import follow_change
 from libra_supervisor.loop.run_state import RunState
 
@@ -22,6 +23,7 @@ def proceed(state: RunState, at: Moment) -> tuple[Command, ...]:
         *_take_batch(state, at),
         *_publish_when_nobody_serves(state, at),
         *_admit(state, at),
+        *follow_nodes(state, at),
         *follow_change(state, at),
     )
 

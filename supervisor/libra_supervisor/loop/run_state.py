@@ -12,6 +12,7 @@ from libra_supervisor.loop.cycle import Cycle, Phase
 from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.hybrid_desk import HybridDesk
 from libra_supervisor.loop.moment import Moment
+from libra_supervisor.loop.node_desk import NodeDesk
 from libra_supervisor.loop.plan_desk import PlanDesk
 from libra_supervisor.loop.probe_gate import ProbeGate
 from libra_supervisor.loop.publication import Publication
@@ -49,6 +50,7 @@ class RunState:
         policy: Policy,
         plans: PlanDesk,
         hybrids: HybridDesk | None = None,
+        nodes: NodeDesk | None = None,
     ) -> None:
         self.cycle = cycle_machine
         self.pool = pool
@@ -58,6 +60,9 @@ class RunState:
         self.plans = plans
         self.hybrids = hybrids
         """None in a run that cannot have hybrid replicas."""
+
+        self.nodes = nodes
+        """None in a run that does not go on without a node."""
 
         self.book = StepBook()
         self.attempt = 0

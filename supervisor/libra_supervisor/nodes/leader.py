@@ -64,6 +64,12 @@ class LeaderEnd:
     def term(self) -> int:
         return self._charter.term
 
+    @property
+    def orphans_end_after_s(self) -> float:
+        """When servers of a leader before this one have ended for certain, whoever had them."""
+        lease = self._charter.lease
+        return lease.lost_after_s + lease.orphan_grace_s
+
     def has_let_go(self, node: NodeRank) -> bool:
         return self._members.has_let_go(node, now=clock.now())
 

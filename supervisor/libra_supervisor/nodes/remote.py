@@ -10,12 +10,14 @@ from typing import Final, TypeVar, assert_never
 import anyio
 import msgspec
 
-from libra.errors import ChildError, PeerError, SiteError
+from libra import clock
+from libra.errors import ChildError, NodeAwayError, PeerError, SiteError
 from libra.ids import ChildId, Incarnation, NodeRank
 from libra.tracing.log import get_log
 from libra.wire import node as wire
 from libra.wire.instance import WeightsReceipt
 from libra.wire.node import MAX_PIECE_BYTES, DeviceMemory, NodeCommand, NodeEvent, NodeReply
+from libra.wire.node_rollouts import RolloutWord
 from libra.wire.rank import RankEvent
 from libra_supervisor.nodes.leader import LeaderEnd
 from libra_supervisor.process.child import ExitStatus
@@ -23,7 +25,9 @@ from libra_supervisor.process.identity import ProcessIdentity, ProcessRow
 from libra_supervisor.process.spec import ProcessSpec
 from libra_supervisor.process.tree import StopDeadlines, TreeEnded
 
+NOT_YET: Final = "nodes may still obey a leader before this one"
 _SLACK_S: Final = 60.0
+_MEMBER_POLL_S: Final = 0.1
 
 ReplyT = TypeVar("ReplyT", bound=NodeReply)
 
@@ -57,10 +61,13 @@ class RemoteNode:
         self.on_stop: Callable[[wire.StopAsked], None] | None = None
         """Called when somebody stops the node's supervisor."""
 
+        self.on_rollouts: Callable[[RolloutWord], None] | None = None
+        """Called with what the node says of trajectories."""
+
     async def hindrance(self) -> str | None:
         """Why nothing can be started there now; None when it can."""
         if not self._end.reigns():
-            return "nodes may still obey a leader before this one"
+            return NOT_YET
         return None if self._is_member else f"node {self.node} is away: {self._why}"
 
     # What the link says
@@ -76,6 +83,10 @@ class RemoteNode:
         self._drop_all(reason)
 
     def on_said(self, event: NodeEvent) -> None:  # noqa: C901, PLR0912 - a table
+        if isinstance(event, RolloutWord):
+            if self.on_rollouts is not None:
+                self.on_rollouts(event)
+            return
         match event:
             case wire.ProcessEnded():
                 self._on_ended(event)
@@ -109,18 +120,22 @@ class RemoteNode:
     # What others ask of it
 
     def say(self, command: NodeCommand) -> None:
-        """Raises PeerError when the node is no member."""
+        """Raises NodeAwayError when the node is no member."""
         if not self._is_member:
-            raise PeerError(f"node {self.node} is away: {self._why}")
-        self._end.tell(self.node, command)
+            raise NodeAwayError(f"node {self.node} is away: {self._why}")
+        try:
+            self._end.tell(self.node, command)
+        except PeerError as error:
+            raise NodeAwayError(str(error)) from error
 
     async def stream(self, command: NodeCommand) -> None:
         """The same for long streams: waits for room."""
         await self._end.tell_when_room(self.node, command)
 
     async def ask(self, kind: type[ReplyT], make: Callable[[int], NodeCommand]) -> ReplyT:
-        """Say it and wait for the answer. Raises PeerError when there is none or it is a refusal.
+        """Say it and wait for the answer.
 
+        Raises PeerError when it is a refusal, NodeAwayError when there is none.
         Not bounded by itself: a node that does not answer is lost, and then this ends.
         """
         self._num_calls += 1
@@ -133,8 +148,9 @@ class RemoteNode:
             del self._calls[number]
         if isinstance(call.reply, kind):
             return call.reply
-        reason = call.reply.reason if isinstance(call.reply, wire.Failed) else call.error
-        raise PeerError(f"node {self.node}: {reason}")
+        if isinstance(call.reply, wire.Failed):
+            raise PeerError(f"node {self.node}: {call.reply.reason}")
+        raise NodeAwayError(f"node {self.node}: {call.error}")
 
     async def hold_port(self, host: str, port: int) -> int:
         """Hold a port there, any for 0. Raises PeerError."""
@@ -176,6 +192,14 @@ class RemoteNode:
     def is_member(self) -> bool:
         return self._is_member
 
+    async def until_member(self) -> None:
+        """Wait until it has joined. Raises NodeAwayError once its servers wait for nobody more."""
+        with anyio.move_on_after(self._end.orphans_end_after_s):
+            while not self._is_member:
+                await clock.sleep(_MEMBER_POLL_S)
+            return
+        raise NodeAwayError(f"node {self.node} is away: {self._why}")
+
     def _on_ended(self, event: wire.ProcessEnded) -> None:
         status = ExitStatus(event.exit_code, event.signal, event.is_out_of_memory)
         child = self._children.get(event.incarnation)
@@ -210,7 +234,8 @@ class RemoteTree:
     def __init__(self, node: RemoteNode, incarnation: Incarnation) -> None:
         self._node = node
         self._incarnation = incarnation
-        self.is_lost = False
+        self.lost_with = ""
+        """The loss of its node, in words."""
 
     def add_root(self, identity: ProcessIdentity) -> None:
         """The follower adds the ranks that link there."""
@@ -237,21 +262,27 @@ class RemoteTree:
                 hurried_grace_s=deadlines.hurried_grace_s,
             )
 
-        if self.is_lost:
-            return _LOST
+        if self.lost_with:
+            return self._gone_with_node()
         why = "its node does not answer"
         try:
             # A member answers in time or is lost; this is for a leader that watches no more.
             with anyio.move_on_after(deadlines.term_grace_s + deadlines.kill_wait_s + _SLACK_S):
                 return _tree_ended(await self._node.ask(wire.TreeGone, command))
+        except NodeAwayError as error:
+            self.lost_with = self.lost_with or str(error)
+            return self._gone_with_node()
         except PeerError as error:
             why = str(error)
         _log.warning("remote_child_let_go", incarnation=self._incarnation, why=why)
         return _LOST
 
+    def _gone_with_node(self) -> TreeEnded:
+        return msgspec.structs.replace(_LOST, lost_with=self.lost_with)
+
     async def _hurry_when(self, hurry: anyio.Event) -> None:
         await hurry.wait()
-        if self._node.is_member and not self.is_lost:
+        if self._node.is_member and not self.lost_with:
             self._node.say(wire.Hurry(self._incarnation))
 
 
@@ -298,7 +329,7 @@ class RemoteChild:
         self._ended.set()
 
     def on_node_lost(self, why: str) -> None:
-        self.tree.is_lost = True
+        self.tree.lost_with = why
         self.on_ended(ExitStatus(None, None, why=why))
 
 
@@ -333,14 +364,19 @@ class RemoteSpawner:
     async def adopt(
         self, child_id: ChildId, identity: ProcessIdentity, incarnation: Incarnation
     ) -> RemoteChild | None:
+        """Waits for the node as long as its servers wait for a leader."""
+
+        def command(call: int) -> NodeCommand:
+            return wire.Adopt(call, child_id, incarnation, identity.pid, identity.start_ticks)
+
         try:
-            started = await self._node.ask(
-                wire.Started,
-                lambda call: wire.Adopt(
-                    call, child_id, incarnation, identity.pid, identity.start_ticks
-                ),
-            )
-        except PeerError:
+            await self._node.until_member()
+            started = await self._node.ask(wire.Started, command)
+        except PeerError as error:
+            _log.info("child_not_adopted", child=child_id, why=str(error))
+            return None
+        if started.boot_id != identity.boot_id:
+            _log.info("child_not_adopted", child=child_id, why="its machine is another one")
             return None
         return self._child(child_id, incarnation, started)
 

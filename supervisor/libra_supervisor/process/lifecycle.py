@@ -97,6 +97,9 @@ class Verdict(msgspec.Struct, frozen=True):
     is_final: bool = False
     """No restart can help: the configuration is wrong, the learning diverged."""
 
+    is_excused: bool = False
+    """It was lost with its node: no fault of its own, which costs nothing of the budget."""
+
 
 class End(msgspec.Struct, frozen=True):
     """How one life ended, after its tree was ended."""

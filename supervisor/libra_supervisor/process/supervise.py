@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 import anyio
 
 from libra import clock
-from libra.errors import ChildError
+from libra.errors import ChildError, NodeAwayError, came_from
 from libra.ids import ChildId, Incarnation
 from libra_supervisor.events import (
     ChildEvent,
@@ -140,7 +140,8 @@ class Supervision:
         try:
             child = adopted or await self._start()
         except ChildError as error:
-            return await self._after_failure(Verdict(str(error)), ())
+            is_excused = came_from(error, NodeAwayError)
+            return await self._after_failure(Verdict(str(error), is_excused=is_excused), ())
         if child is None:
             return True
         self._child = child
@@ -167,7 +168,20 @@ class Supervision:
         return over
 
     async def _adopt(self, adoptee: Adoptee) -> RunningChild | None:
-        child = await self._spawner.adopt(self._child_id, adoptee.identity, adoptee.incarnation)
+        """None when it does not run any more, or a command came while it was looked for."""
+        self._enter(ChildState.WAITING, detail="for the process of an earlier supervisor")
+        found: list[RunningChild | None] = []
+        async with anyio.create_task_group() as tasks:
+
+            async def look() -> None:
+                identity, incarnation = adoptee.identity, adoptee.incarnation
+                found.append(await self._spawner.adopt(self._child_id, identity, incarnation))
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(look)
+            await self._asked.wait()
+            tasks.cancel_scope.cancel()
+        child = found[0] if found else None
         if child is not None:
             await self._hooks.take_over(adoptee.facts)
         return child
@@ -202,6 +216,7 @@ class Supervision:
                 at=clock.now(),
                 is_adopted=is_adopted,
                 facts=self._hooks.facts(),
+                boot_id=child.identity.boot_id,
             )
         )
 
@@ -324,6 +339,10 @@ class Supervision:
         lines = await child.last_lines(NUM_LAST_LINES)
         child.reap()
         verdict = await self._verdict(child, over, status, lines)
+        if ended.lost_with:
+            why = ended.lost_with
+            cause = verdict.cause if why in verdict.cause else f"{why}; {verdict.cause}"
+            verdict = Verdict(cause, is_final=verdict.is_final, is_excused=True)
         if ended.survivors:
             verdict = Verdict(f"processes do not end: {ended.detail}")
             pids = tuple(row.pid for row in ended.survivors)
@@ -357,6 +376,10 @@ class Supervision:
         if self._is_stop_wanted:
             return True
         now, cause = clock.now(), verdict.cause
+        if verdict.is_excused and not verdict.is_final:
+            self._enter(ChildState.BACKING_OFF, detail=cause, is_excused=True)
+            await self._post(ChildRestartScheduled(self._child_id, 0.0, 0, now))
+            return True
         decision = self._budget.on_failure(cause, now=now, rng=self._rng)
         if verdict.is_final:
             decision = GiveUp("a restart cannot help", cause, self._budget.num_failures)
@@ -387,6 +410,7 @@ class Supervision:
         incarnation: Incarnation | None = None,
         detail: str = "",
         has_failed: bool = False,
+        is_excused: bool = False,
     ) -> None:
         last = self._status
         self._status = ChildStatus(
@@ -397,5 +421,5 @@ class Supervision:
             incarnation=incarnation,
             detail=detail,
             num_failures=last.num_failures + has_failed,
-            last_error=detail if has_failed else last.last_error,
+            last_error=detail if has_failed or is_excused else last.last_error,
         )

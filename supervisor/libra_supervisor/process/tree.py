@@ -56,6 +56,8 @@ class TreeEnded(msgspec.Struct, frozen=True, kw_only=True):
 
     removed_segments: tuple[str, ...]
     took_s: float
+    lost_with: str = ""
+    """The loss of its node, in words, where that is what ended it or a part of it."""
 
 
 class EndableTree(Protocol):

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 
 import anyio
 
-from libra.errors import ChildError, InvariantError, LibraError
+from libra.errors import ChildError, InvariantError, LibraError, NodeAwayError, came_from
 from libra.ids import ChildId, Incarnation, NodeRank
 from libra_supervisor.process.child import ExitStatus, RunningChild
 from libra_supervisor.process.identity import ProcessIdentity
@@ -85,7 +85,7 @@ class AgentsSpawner:
             raise
         if errors:
             await _end_at_once(list(started.values()))
-            raise errors[0]
+            raise next((it for it in errors if came_from(it, NodeAwayError)), errors[0])
         return {node: started[node] for node, _ in spec.parts}
 
 
@@ -185,6 +185,7 @@ class AgentsTree:
             ended_in_grace=all(one.ended_in_grace for one in ended),
             removed_segments=tuple(name for one in ended for name in one.removed_segments),
             took_s=max((one.took_s for one in ended), default=0.0),
+            lost_with="; ".join(sorted({one.lost_with for one in ended if one.lost_with})),
         )
 
 

@@ -6,6 +6,7 @@ import msgspec
 
 from libra.ids import InstanceId, ReplicaId
 from libra.planner.plan import Plan
+from libra.pools.reconfiguration import Cause
 
 Outcome: TypeAlias = Literal["done", "rolled_back", "refused", "failed"]
 """`done`: the plan wanted is in force. `rolled_back`: the plan before is, and serves. `refused`:
@@ -22,7 +23,9 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     step: int
     """The newest trained step."""
 
-    verdict: Literal["keep", "switch"]
+    verdict: Literal["keep", "switch", "ordered"]
+    """`ordered`: an operator named the plan, and nothing was weighed."""
+
     switch_kind: str = ""
     """What a switch changes (`rollout`, `to_training`, ...); empty when the plan is kept."""
 
@@ -34,7 +37,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     """In force, in words."""
 
     candidate: str = ""
-    """The best other plan, in words; empty when there is none."""
+    """The best other plan, or the one that was ordered, in words; empty when there is none."""
 
     is_dry_run: bool = False
     """It was only asked for: a switch was not made."""
@@ -46,6 +49,9 @@ class ReconfigurationRecord(
     """One change of the plan, from the first transition to the last."""
 
     decision_id: int
+    """0 where no decision came before it: a node was lost, or came back."""
+
+    cause: Cause = "decision"
     wall_time_ns: int
     step: int
     strategy: str
@@ -59,6 +65,9 @@ class ReconfigurationRecord(
 
     phases: dict[str, float]
     """Seconds by kind of transition (`drain`, `stop`, `start`, ...), those side by side once."""
+
+    stages: dict[str, dict[str, float]] = {}
+    """Seconds by child and by what it did: `vllm-2: {start: 8.1, load: 0.2}`."""
 
     transitions: tuple[str, ...]
     """In words, in order, those of a roll-back included."""

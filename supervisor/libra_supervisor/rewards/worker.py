@@ -1,7 +1,7 @@
 """One reward worker's life: started, scoring, ended with everything it started."""
 
 import sys
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -138,30 +138,39 @@ async def _first_contact(child: RunningChild, listener: Any, incarnation: Incarn
     """The connection of a worker that says it is ready, unless it ends first."""
     found: list[Channel] = []
     ended: list[str] = []
+    is_ready = False
 
     async def watch() -> None:
         ended.append(str(await child.wait()))
         tasks.cancel_scope.cancel()
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(watch)
-        channel = Channel(await accepted(listener))
-        try:
-            message = message_of(await channel.receive())
-            _expect_ready(child.child_id, message, incarnation)
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            channel = Channel(await accepted(listener))
             found.append(channel)
-        except PeerError:
-            # It ended in the middle of its first message: `watch` says how.
-            await anyio.sleep_forever()
-        finally:
-            if not found:
-                channel.close()
-        tasks.cancel_scope.cancel()
-    if found:
+            try:
+                message = message_of(await channel.receive())
+            except PeerError:
+                # It ended in the middle of its first message: `watch` says how.
+                await anyio.sleep_forever()
+            _expect_ready(child.child_id, message, incarnation)
+            is_ready = True
+            tasks.cancel_scope.cancel()
+    except BaseException:
+        _close(found)
+        raise
+    if is_ready:
         return found[0]
+    _close(found)
     lines = await child.last_lines(10)
     said = "".join(f"\n  {line}" for line in lines)
     raise ChildError(f"{child.child_id} {ended[0]} before it was ready{said}")
+
+
+def _close(channels: Iterable[Channel]) -> None:
+    for channel in channels:
+        channel.close()
 
 
 def _expect_ready(child_id: ChildId, message: object, incarnation: Incarnation) -> None:

@@ -29,7 +29,7 @@ from libra_supervisor.nodes.members import NodeLost
 from libra_supervisor.nodes.remote import RemoteSpawner, remote_port
 from libra_supervisor.process.identity import ProcessIdentity
 from libra_supervisor.process.kernel import read_tag
-from libra_supervisor.process.lifecycle import Adoptee, ChildHooks, Deadlines
+from libra_supervisor.process.lifecycle import Adoptee, ChildHooks, ChildState, Deadlines
 from libra_supervisor.process.logs import RELAY_ID
 from libra_supervisor.process.restart import RestartBudget, RestartPolicy
 from libra_supervisor.process.supervise import Supervision
@@ -156,7 +156,8 @@ async def test_a_hurried_stop_hurries_there_too(tmp_path):
 @pytest.mark.case("R-B74")
 async def test_a_cut_off_node_s_children_are_lost_and_never_run_twice(tmp_path):
     async with site(tmp_path) as place, two_nodes(place) as nodes:
-        async with supervised(place, nodes, *python("tree.py", "0", "0")):
+        script = python("tree.py", "0", "0")
+        async with supervised(place, nodes, *script) as supervision:
             (first,) = await started(place)
             nodes.net.cut()
             await until(lambda: of(place, ChildExited), within_s=20)
@@ -171,7 +172,28 @@ async def test_a_cut_off_node_s_children_are_lost_and_never_run_twice(tmp_path):
             _, second = await started(place, 2)
             assert not alive([first])
             assert alive([second])
+            # The child did nothing wrong.
+            assert supervision.status().num_failures == 0
+            assert "node 1 was lost" in supervision.status().last_error
         assert not running(place)
+
+
+async def test_a_start_that_its_node_did_not_live_to_see_costs_nothing_of_the_budget(tmp_path):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        spec = place.spec
+
+        def last_words(*argv, **changes):
+            nodes.net.is_silent = True
+            place.spec = spec
+            return spec(*argv, **changes)
+
+        place.spec = last_words
+        async with supervised(place, nodes, *python("tree.py", "0", "0")) as supervision:
+            await until(lambda: of(place, ChildWaiting), within_s=20)
+            assert supervision.status().num_failures == 0
+            assert "does not start: node 1" in supervision.status().last_error
+            nodes.net.mend()
+            await started(place)
 
 
 async def test_bound_children_end_with_the_lease_before_their_node_counts_as_lost(tmp_path):
@@ -205,19 +227,58 @@ async def test_a_leader_that_is_started_again_adopts_what_still_runs_and_ends_th
             # The leader dies without a word.
             nodes.keep = (ChildId("child"),)
             nodes.lead(term=2)
-        await nodes.until_member()
-        await until(lambda: not alive([other.identity.pid]), within_s=20)
-        assert alive([pid])
-        identity = ProcessIdentity(pid, begun.start_ticks, "b")
+        identity = ProcessIdentity(pid, begun.start_ticks, begun.boot_id)
         adopt = Adoptee(identity=identity, incarnation=begun.incarnation)
+        assert not nodes.node.is_member
+        # It is there before its node is.
         async with supervised(place, nodes, *python("tree.py", "0", "0"), adopt=adopt):
-            await until(lambda: of(place, ChildStarted)[-1].is_adopted, within_s=10)
+            await until(lambda: of(place, ChildStarted)[-1].is_adopted, within_s=20)
             assert of(place, ChildStarted)[-1].pid == pid
+            await until(lambda: not alive([other.identity.pid]), within_s=20)
+            assert alive([pid])
         assert not alive([pid])
-        stranger = Adoptee(identity=identity, incarnation=Incarnation("another"))
-        async with supervised(place, nodes, *python("tree.py", "0", "0"), adopt=stranger):
-            await until(lambda: len(of(place, ChildStarted)) == 3)
+
+
+@pytest.mark.parametrize("wrong", ["incarnation", "pid", "start_ticks", "boot_id"])
+async def test_another_process_than_the_one_written_down_is_not_adopted_but_ended(tmp_path, wrong):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        async with supervised(place, nodes, *python("tree.py", "0", "0"), ends=False):
+            (pid,) = await started(place)
+            begun = of(place, ChildStarted)[0]
+            nodes.keep = (ChildId("child"),)
+            nodes.lead(term=2)
+        known = {
+            "incarnation": begun.incarnation, "pid": pid,
+            "start_ticks": begun.start_ticks, "boot_id": begun.boot_id,
+        }  # fmt: skip
+        known[wrong] = "another" if isinstance(known[wrong], str) else known[wrong] + 1
+        incarnation = Incarnation(known.pop("incarnation"))
+        adopt = Adoptee(identity=ProcessIdentity(**known), incarnation=incarnation)
+        async with supervised(place, nodes, *python("tree.py", "0", "0"), adopt=adopt):
+            await until(lambda: len(of(place, ChildStarted)) == 2, within_s=20)
             assert not of(place, ChildStarted)[-1].is_adopted
+            assert not alive([pid])
+
+
+async def test_a_stop_does_not_wait_for_a_node_whose_servers_might_be_adopted(tmp_path):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        nodes.net.cut()
+        await until(lambda: not nodes.node.is_member, within_s=20)
+        identity = ProcessIdentity(os.getpid(), 1, "b")
+        adopt = Adoptee(identity=identity, incarnation=Incarnation("child-1"))
+        async with supervised(place, nodes, "/bin/true", adopt=adopt) as supervision:
+            await until(lambda: supervision.status().state is ChildState.WAITING)
+        assert supervision.status().state is ChildState.DOWN
+        assert not of(place, ChildStarted)
+
+
+async def test_ports_that_a_leader_before_had_held_are_free_for_the_next(tmp_path):
+    async with site(tmp_path) as place, two_nodes(place) as nodes:
+        held = await remote_port(nodes.node, "127.0.0.1", 0)
+        nodes.lead(term=2)
+        await nodes.until_member()
+        again = await remote_port(nodes.node, "127.0.0.1", held.port)
+        again.close()
 
 
 async def test_ports_are_held_there_until_they_are_freed(tmp_path):
@@ -322,6 +383,25 @@ async def test_ranks_of_two_nodes_work_together_and_leave_together(tmp_path, num
     assert f"rank {num_here} leaves" in log
 
 
+async def test_ranks_that_end_because_a_node_is_lost_cost_nothing_of_the_budget(tmp_path):
+    async with (
+        site(tmp_path) as place,
+        two_nodes(place) as nodes,
+        spread_gang(place, nodes) as gang,
+    ):
+        await ready(place, within_s=30)
+        nodes.net.is_silent = True
+        # The rank here notices long before the lease is over.
+        os.kill(gang.members[Rank(0)].pid, signal.SIGKILL)
+        await until(lambda: of(place, GangLost), within_s=30)
+        reason = of(place, GangLost)[0].reason
+        assert "node 1 was lost" in reason
+        assert "rank 0 was killed by signal 9" in reason
+        assert gang.status().num_failures == 0
+        nodes.net.mend()
+        await ready(place, 2, within_s=30)
+
+
 @pytest.mark.case("R-B69")
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_rank_that_dies_on_either_node_takes_all_down_on_one_budget(tmp_path, rank):
@@ -354,6 +434,7 @@ async def test_the_loss_of_a_node_takes_the_gang_down_until_it_is_back(tmp_path)
         await until(lambda: of(place, GangLost), within_s=30)
         assert "node 1 was lost" in of(place, GangLost)[0].reason
         assert not alive(first)
+        assert gang.status().num_failures == 0
         await until(lambda: of(place, ChildWaiting), within_s=10)
         await clock.sleep(2 * TERMS.lease_s)
         assert not running(place)

@@ -24,6 +24,7 @@ ELASTIC = {
     "runtime_cluster_swap_enabled": True,
     "memory_budget_safety_margin_bytes": 0,
     "runtime_switch_cost_prior_s": 0.001,
+    "elastic_hybrid_min_rollout_gpus": 2,
 }
 
 
@@ -139,3 +140,38 @@ def test_the_answer_to_programs_has_every_number_and_the_plan(fake_run):
     (line,) = decisions(run)
     assert json.dumps(line["numbers"])
     assert line["numbers"]["earned_s"] > line["numbers"]["price_s"]
+
+
+def test_an_operator_names_a_plan_and_gets_it(fake_run):
+    run = fake_run(global_resource_planner={"runtime_dynamic_reconfiguration_enabled": True})
+    run.start()
+    run.until_step(2)
+    shown = run.call("replan", "--instances", "1x1", "--dry-run")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith("order looked at (decision 1, after step ")
+    assert "ordered:   train 2 GPUs (TP 1, PP 1, CP 1, DP 2), rollout 1 GPUs (1 x TP 1)\n" in (
+        shown.stdout
+    )
+    assert shown.stdout.endswith("\n1. drain vllm-1\n2. stop vllm-1\n")
+    assert lines(run, "reconfiguration") == []
+
+    fewer = run.call("replan", "--instances", "1x1")
+    assert fewer.returncode == 0
+    (less,) = run.until(lambda: lines(run, "reconfiguration"))
+    assert (less["decision_id"], less["outcome"], less["stopped"]) == (2, "done", ["vllm-1"])
+    assert less["reason"] == "ordered by the operator"
+    assert run.status()["plan"] == decisions(run)[1]["candidate"]
+    assert run.call("replan", "--instances", "1x1,1x1").returncode == 0
+    more = run.until(lambda: lines(run, "reconfiguration")[1:])[0]
+    assert (more["outcome"], more["started"]) == ("done", ["vllm-2"])
+    assert [it["verdict"] for it in decisions(run)] == ["ordered"] * 3
+
+    refused = run.call("replan", "--train-gpus", "1")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "runtime_reconfigure_training is false" in refused.stderr
+    last = run.until(lambda: lines(run, "reconfiguration")[2:])[0]
+    assert last["outcome"] == "refused"
+    impossible = run.call("replan", "--hybrids", "99")
+    assert impossible.returncode == 1
+    assert impossible.stderr.startswith("this needs 103 GPUs, and the run has ")
+    assert len(decisions(run)) == 4

@@ -7,12 +7,17 @@ from functools import partial
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 
 from libra import clock
 from libra.errors import ChildError, ConfigError
 from libra.rewards.case import RewardCase
 from libra.rewards.coercion import RewardFailed
+from libra.rewards.messages import WorkerReady
+from libra.wire.framing import encode_frame
+from libra_supervisor.process.peer import connect, listen
+from libra_supervisor.rewards import worker as worker_module
 from libra_supervisor.rewards.pool import RewardPool
 from libra_supervisor.rewards.worker import RewardSettings, running_worker
 from processes import alive, site
@@ -192,3 +197,32 @@ async def test_workers_that_cannot_start_end_the_pool_with_what_they_said(tmp_pa
     with pytest.raises(ChildError, match="reward-0"):
         async with pool_of(tmp_path, memory_bytes=2**20) as pool:
             await pool.wait_ready()
+
+
+class Leaving:
+    """A child whose watcher ends the caller's wait in the moment in which it is not needed more."""
+
+    child_id = "reward-0"
+
+    def __init__(self, scope):
+        self.scope = scope
+
+    async def wait(self):
+        try:
+            await anyio.sleep_forever()
+        finally:
+            self.scope.cancel()
+
+
+@pytest.mark.case("T-B76")
+async def test_who_stops_waiting_as_a_worker_gets_ready_keeps_no_connection(tmp_path):
+    path = tmp_path / "worker.sock"
+    ready = encode_frame(msgspec.msgpack.encode(WorkerReady("first")))
+    with listen(path) as listener, connect(path) as worker:
+        listener.setblocking(False)
+        worker.sendall(ready)
+        with anyio.CancelScope() as scope:
+            await worker_module._first_contact(Leaving(scope), listener, "first")
+        assert scope.cancelled_caught
+        worker.setblocking(False)
+        assert worker.recv(1) == b""

@@ -63,19 +63,83 @@ def test_the_crash_of_a_follower_costs_its_lease_and_no_step(tmp_path):
         assert sorted(set(run.steps())) == list(range(1, 1 + max(run.steps())))
 
 
-def test_a_leader_that_is_killed_and_started_again_goes_on(tmp_path):
+def test_every_node_makes_trajectories_and_the_crash_of_one_costs_and_doubles_none(tmp_path):
     with hosts(3) as made:
-        run = NodeRun(made, tmp_path, total_steps=1000)
+        # The third host has neither servers nor ranks: it makes trajectories and nothing else.
+        run = NodeRun(made, tmp_path, total_steps=1000, gpus=(2, 2))
+        run.start_all("-o", "reward=slow_rewards:said")
+        run.until(lambda: all(scored_on(run, rank) >= 4 for rank in (0, 1, 2)), within_s=120)
+        run.until(lambda: in_progress(run)[2], within_s=60)
+        run.crash(2)
+        del run.processes[2]
+        run.until(lambda: "samples_made_elsewhere" in run.said(), within_s=60)
+        before = max(run.steps(), default=0)
+        run.until_step(before + 2)
+        before = scored_on(run, 2)
+        run.start(2, "-o", "reward=slow_rewards:said")
+        run.until(lambda: scored_on(run, 2) > before, within_s=60)
+        assert run.call("stop").returncode == 0
+        assert run.wait_all() == {0: 0, 1: 0, 2: 0}, run.said()
+        assert run.steps() == list(range(1, 1 + len(run.steps())))
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    assert [it["node"] for it in plan["instances"]] == [0, 0]
+    assert plan["train"]["node"] == 1
+    names = [it["trajectory_id"] for it in trained_on(run)]
+    assert len(names) == 8 * len(run.steps())
+    assert len(set(names)) == len(names)
+    # Each by the first try of its prompt.
+    assert {name.split("/")[2] for name in names} == {"a0"}
+    lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert set(json.loads(lines[-1])["num_dropped"]) <= {"stale"}
+
+
+def scored_on(run, rank):
+    home = run.run_dir / "nodes" / str(rank) if rank else run.run_dir
+    path = home / "logs" / "reward-0.log"
+    return path.read_text().count("scored row-") if path.exists() else 0
+
+
+def in_progress(run):
+    """Trajectories by node."""
+    answer = run.call("status", "--json")
+    assert answer.returncode == 0, answer.stderr
+    return [node["num_samples"] for node in json.loads(answer.stdout)["nodes"]]
+
+
+def trained_on(run):
+    paths = sorted((run.run_dir / "trajectories").glob("step_*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def test_a_leader_that_is_killed_and_started_again_goes_on_with_the_servers_of_all(tmp_path):
+    with hosts(3) as made:
+        run = NodeRun(made, tmp_path, total_steps=1000, is_fenced=True)
         run.start_all()
         run.until_step(2)
+        server = made.children(run.processes[1], "fake_server.py")
+        ranks = made.children(run.processes[1], "fake_trainer.py")
         run.crash(0)
         before = max(run.steps())
         run.start(0, "--resume")
         run.until_step(before + 2)
+        # Every server is the one from before, and no rank is.
+        assert made.children(run.processes[1], "fake_server.py") == server
+        assert len(server) == 1
+        assert not any(it.is_running() for it in ranks)
+        for name in ("vllm-0", "vllm-3"):
+            first, second = started_in(run.run_dir, name)
+            assert (first["pid"], first["incarnation"]) == (second["pid"], second["incarnation"])
+            assert second["is_adopted"]
         assert run.call("stop").returncode == 0
         assert run.wait_all() == {0: 0, 1: 0, 2: 0}, run.said()
         assert sorted(set(run.steps())) == list(range(1, 1 + max(run.steps())))
         assert json.loads((run.run_dir / "term.json").read_text())["term"] == 2
+
+
+def started_in(run_dir, child):
+    lines = (run_dir / "journal.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    return [it for it in entries if it["name"] == "ChildStarted" and it["child_id"] == child]
 
 
 def test_stopping_one_node_saves_and_stops_the_run_on_all(tmp_path):

@@ -33,6 +33,8 @@ def test_servers_and_ranks_on_several_hosts_learn_together(tmp_path, quickstart,
         run.start_all()
         run.until_step(3, within_s=1200)
         assert run.wait_all(within_s=200) == {0: 0, 1: 0, 2: 0}, run.said()
+    made = [num_made(run.run_dir / "nodes" / rank / "logs" / "control.jsonl") for rank in "12"]
+    assert min(made) > 0
     plan = json.loads((run.run_dir / "plan.json").read_text())
     assert [it["node"] for it in plan["instances"]] == [0, 0, 1]
     assert plan["train"]["nodes"] == [1, 2]
@@ -43,3 +45,9 @@ def test_servers_and_ranks_on_several_hosts_learn_together(tmp_path, quickstart,
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
     # At staleness 0 the engines say of the weights what the trainer says, over the network too.
     assert json.loads(lines[0])["kl_mismatch"] < 1e-3
+
+
+def num_made(log):
+    """Trajectories that the node has made, as it says when it ends."""
+    said = [json.loads(line) for line in log.read_text().splitlines()]
+    return sum(it["num_trajectories"] for it in said if it["event"] == "part_let_go")

@@ -1,0 +1,114 @@
+"""A plan that an operator names. What he does not name stays as it is."""
+
+import msgspec
+
+from libra.errors import InfeasiblePlanError
+from libra.planner.cost_models import cost_models
+from libra.planner.matching import slots_of
+from libra.planner.placement import Slot
+from libra.planner.plan import Plan, TrainPlacement
+from libra.planner.replan import Question, demand_of
+from libra.planner.replan_candidates import expected_step_s
+from libra.planner.replan_costs import SwitchKind
+from libra.planner.replan_rule import model_error
+from libra.planner.replan_seating import Room, seated
+from libra.wire.api import PlanOrder
+
+
+def ordered_plan(plan: Plan, order: PlanOrder, room: Room) -> Plan:
+    """`plan` with what `order` names.
+
+    Names of what is new are provisional. Raises InfeasiblePlanError when sizes do not fit together
+    or into the room.
+    """
+    train = _core(plan, order, room)
+    kept = plan.hybrids if train.layout == plan.train.layout else ()
+    num_replicas = len(plan.hybrids) if order.hybrids is None else order.hybrids
+    replica_gpus = train.tp * train.pp * train.cp * train.ep
+    if order.instances is None:
+        tps = [it.tp for it in plan.instances]
+        num_rollout_gpus = sum(len(it.slots) for it in plan.instances)
+    else:
+        tps = [bucket.tp for bucket in order.instances for _ in range(bucket.count)]
+        num_rollout_gpus = sum(tps)
+    num_needed = train.world_size + num_replicas * replica_gpus + num_rollout_gpus
+    num_there = len(_everywhere(plan, room))
+    if num_needed > num_there:
+        raise InfeasiblePlanError(f"this needs {num_needed} GPUs, and the run has {num_there}")
+    base = msgspec.structs.replace(plan, train=train, hybrids=kept)
+    found = seated(base, tps, num_replicas=num_replicas, replica_gpus=replica_gpus, room=room)
+    if found is None:
+        raise InfeasiblePlanError("node boundaries leave no room for all instances and replicas")
+    return found
+
+
+def kind_of(old: Plan, new: Plan) -> SwitchKind:
+    """Whose measured cost a change from `old` to `new` is."""
+    if old.train != new.train:
+        return "reshape"
+    if len(new.hybrids) == len(old.hybrids):
+        return "rollout"
+    return "to_training" if len(new.hybrids) > len(old.hybrids) else "to_rollout"
+
+
+def expectations(question: Question, wanted: Plan) -> dict[str, float]:
+    """Step times that the model expects of the plan in force and of `wanted`, bias taken out.
+
+    Empty when hardware or model are not described, or one of the two serves nothing.
+    """
+    if question.book is None or not (question.plan.instances and wanted.instances):
+        return {}
+    demand, models = demand_of(question), cost_models(question.config, question.book)
+    now_s, wanted_s = (
+        expected_step_s(question.config, plan, demand, models) for plan in (question.plan, wanted)
+    )
+    bias = model_error(expected_s=now_s, times=question.times).bias
+    return {
+        "step_s": bias * now_s,
+        "candidate_step_s": bias * wanted_s,
+        "gain_s": bias * (now_s - wanted_s),
+    }
+
+
+def _core(plan: Plan, order: PlanOrder, room: Room) -> TrainPlacement:
+    old = plan.train
+    new = msgspec.structs.replace(
+        old,
+        tp=order.train_tp_size or old.tp,
+        pp=order.train_pp_size or old.pp,
+        cp=order.train_cp_size or old.cp,
+        ep=order.train_ep_size or old.ep,
+    )
+    num_gpus = order.train_gpus or old.world_size
+    model_parallel = new.tp * new.pp * new.cp
+    if num_gpus % model_parallel:
+        raise InfeasiblePlanError(
+            f"train_gpus {num_gpus} is not a multiple of TP x PP x CP = {model_parallel}"
+        )
+    slots = _core_slots(plan, num_gpus, room)
+    nodes = tuple(node for node, _ in slots)
+    one_node = len(set(nodes)) == 1
+    return msgspec.structs.replace(
+        new,
+        dp=num_gpus // model_parallel,
+        slots=tuple(slot for _, slot in slots),
+        node=nodes[0],
+        nodes=() if one_node else nodes,
+    )
+
+
+def _core_slots(plan: Plan, num_gpus: int, room: Room) -> list[Slot]:
+    """Those that it has, then of its own node first: idle ones, and those of the last instances."""
+    train = plan.train
+    own = [(train.node_of_rank(rank), slot) for rank, slot in enumerate(train.slots)]
+    serving = {(it.node, slot) for it in plan.instances for slot in it.slots}
+    idle = sorted(_everywhere(plan, room) - serving - set(own))
+    others = [*idle, *sorted(serving, reverse=True)]
+    slots = (own + sorted(others, key=lambda it: it[0] != train.node))[:num_gpus]
+    if len(slots) < num_gpus:
+        raise InfeasiblePlanError(f"train_gpus {num_gpus}, and the run has {len(slots)} GPUs")
+    return slots
+
+
+def _everywhere(plan: Plan, room: Room) -> set[Slot]:
+    return {*room.slots(), *slots_of(plan)} - room.lost

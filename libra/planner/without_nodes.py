@@ -1,0 +1,178 @@
+"""What is left of a plan when machines are gone: servers where they are, a core that fits. Pure.
+
+The answer depends on the plan of the whole run and on what is gone, never on what was gone before:
+so a run that lost two nodes and got one back is where it would be if it had lost only the other.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, TypeAlias
+
+import msgspec
+
+from libra.config.run import RunConfig
+from libra.ids import InstanceId, NodeRank
+from libra.planner.calibration import Calibration
+from libra.planner.cost_models import cost_models
+from libra.planner.demand import prior_demand
+from libra.planner.placement import Slot
+from libra.planner.plan import InstancePlacement, Plan, TrainPlacement
+from libra.planner.pricing import layout_of, train_work
+from libra.planner.train_layout import TrainLayout
+from libra.planner.train_search import TrainSearch
+
+_LAYOUTS_BY_COUNT: Final = 4
+
+Layouts: TypeAlias = Callable[[int], Iterable[TrainLayout]]
+"""Layouts of the core on at most so many GPUs, the one to take first."""
+
+
+class Gone(msgspec.Struct, frozen=True, kw_only=True):
+    """What nobody may use."""
+
+    nodes: frozenset[NodeRank] = frozenset()
+    slots: frozenset[Slot] = frozenset()
+    """Further ones, of nodes that are there."""
+
+    instances: frozenset[InstanceId] = frozenset()
+    """Given up: their slots are free, and they are not started again."""
+
+    def has(self, slots: Iterable[Slot]) -> bool:
+        """Whether one of the slots is gone."""
+        return any(node in self.nodes or (node, slot) in self.slots for node, slot in slots)
+
+
+class Lack(msgspec.Struct, frozen=True):
+    """Nothing fits."""
+
+    reason: str
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What a smaller plan has to respect."""
+
+    min_rollout_gpus: int
+    layouts: Layouts
+    why_not: Callable[[Plan], str]
+    """What keeps the run from a plan; empty when nothing does."""
+
+    crosses_nodes: bool = False
+    """A tensor-parallel group may lie on several nodes."""
+
+
+def plan_without(home: Plan, gone: Gone, terms: Terms) -> Plan | Lack:
+    """`home` on what is left: instances keep name and slots, a core that lost a slot is cut anew.
+
+    The core takes slots of instances, those of the last ones first, only where nothing fits
+    beside them, and leaves `min_rollout_gpus`.
+    """
+    kept = [it for it in home.instances if not gone.has(_slots_of(it))]
+    kept = [it for it in kept if it.instance_id not in gone.instances]
+    core = list(zip(_nodes_of(home.train), home.train.slots, strict=True))
+    if not gone.has(core):
+        return msgspec.structs.replace(home, instances=tuple(kept))
+    free = [slot for slot in core if not gone.has((slot,))]
+    first_reason = ""
+    while True:
+        found = _with_core(home, kept, free, terms)
+        if isinstance(found, Plan):
+            return found
+        first_reason = first_reason or found.reason
+        num_left = sum(it.tp for it in kept[:-1])
+        if not kept or num_left < terms.min_rollout_gpus:
+            return Lack(first_reason)
+        free += _slots_of(kept.pop())
+
+
+def smaller_dp(train: TrainPlacement, *, micro_batch_size: int) -> Layouts:
+    """The same model parallelism with as much data parallelism as fits.
+
+    `micro_batch_size` is the configured one.
+    """
+    whole = layout_of(train, micro_batch_size=micro_batch_size)
+
+    def layouts(most_gpus: int) -> Iterator[TrainLayout]:
+        for dp in range(min(train.dp, most_gpus // whole.model_parallel_size), 0, -1):
+            yield msgspec.structs.replace(whole, dp=dp)
+
+    return layouts
+
+
+def fastest(config: RunConfig, train: TrainPlacement, book: Calibration) -> Layouts:
+    """The planner's layouts by their step time; those that need too much memory are none.
+
+    Experts stay spread over as many ranks: their optimizer states cannot be cut anew.
+    Raises ConfigError when hardware or model are not described.
+    """
+    models, work = cost_models(config, book), train_work(config, prior_demand(config))
+
+    def layouts(most_gpus: int) -> Iterator[TrainLayout]:
+        fewest = max(1, config.global_resource_planner.min_train_gpus)
+        counts = range(fewest, most_gpus + 1)
+        search = TrainSearch(config, models=models, work=work, gpu_counts=counts)
+        found = [it for n in counts for it in search.best(n, num_best=_LAYOUTS_BY_COUNT)]
+        for candidate in sorted(found, key=lambda it: (it.cost.total_s, it.layout)):
+            if candidate.layout.ep == train.ep:
+                yield candidate.layout
+
+    return layouts
+
+
+def _with_core(
+    home: Plan, kept: Sequence[InstancePlacement], free: Sequence[Slot], terms: Terms
+) -> Plan | Lack:
+    reason = f"no layout of the trainer fits on {len(free)} GPUs"
+    for layout in terms.layouts(len(free)):
+        seats = _seats(layout, free, crosses_nodes=terms.crosses_nodes)
+        if seats is None:
+            reason = f"{layout} finds no nodes with {layout.tp} free GPUs for each of its groups"
+            continue
+        train = _placed(layout, seats)
+        plan = msgspec.structs.replace(home, train=train, instances=tuple(kept))
+        why = terms.why_not(plan)
+        if not why:
+            return plan
+        reason = f"{layout}: {why}"
+    return Lack(reason)
+
+
+def _seats(
+    layout: TrainLayout, free: Sequence[Slot], *, crosses_nodes: bool
+) -> tuple[Slot, ...] | None:
+    """Slots in rank order, whole TP groups in as few nodes as possible."""
+    by_node: dict[NodeRank, list[Slot]] = {}
+    for slot in free:
+        by_node.setdefault(slot[0], []).append(slot)
+    num_groups = layout.num_gpus // layout.tp
+    chosen: dict[NodeRank, list[Slot]] = {}
+    for node, slots in sorted(by_node.items(), key=lambda it: (-len(it[1]), it[0])):
+        taken = min(num_groups, len(slots) // layout.tp)
+        num_groups -= taken
+        chosen[node] = slots[: taken * layout.tp]
+    if not num_groups:
+        return tuple(slot for node in sorted(chosen) for slot in chosen[node])
+    if crosses_nodes and layout.num_gpus <= len(free):
+        return tuple(sorted(free[: layout.num_gpus]))
+    return None
+
+
+def _placed(layout: TrainLayout, seats: Sequence[Slot]) -> TrainPlacement:
+    nodes = tuple(node for node, _ in seats)
+    return TrainPlacement(
+        tp=layout.tp,
+        pp=layout.pp,
+        cp=layout.cp,
+        ep=layout.ep,
+        dp=layout.dp,
+        slots=tuple(slot for _, slot in seats),
+        node=nodes[0],
+        nodes=() if len(set(nodes)) == 1 else nodes,
+        micro_batch_size=layout.micro_batch_size,
+    )
+
+
+def _nodes_of(train: TrainPlacement) -> tuple[NodeRank, ...]:
+    return train.nodes or (train.node,) * len(train.slots)
+
+
+def _slots_of(instance: InstancePlacement) -> list[Slot]:
+    return [(instance.node, slot) for slot in instance.slots]

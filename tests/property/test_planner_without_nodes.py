@@ -1,0 +1,173 @@
+"""Plans on what is left when machines are gone."""
+
+from itertools import groupby
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.ids import InstanceId, NodeRank, SlotId
+from libra.planner.calibration import book_of
+from libra.planner.matching import slots_of
+from libra.planner.placement import place
+from libra.planner.plan import Plan
+from libra.planner.search import plan as searched
+from libra.planner.train_layout import TrainLayout
+from libra.planner.without_nodes import (
+    Gone,
+    Lack,
+    Terms,
+    fastest,
+    plan_without,
+    smaller_dp,
+)
+from planner_cases import A100_80G, QWEN3_14B, grp_config
+
+
+def home_of(*, tp=1, pp=1, dp=4, instances=(1, 1), per_node=2) -> Plan:
+    layout = TrainLayout(tp=tp, pp=pp, cp=1, ep=1, dp=dp, micro_batch_size=1)
+    num_gpus = layout.num_gpus + sum(instances)
+    placed = place(layout, instances, num_gpus=num_gpus, gpus_per_node=per_node)
+    assert placed is not None
+    return placed
+
+
+def terms_of(home, *, min_rollout_gpus=1, divides=8) -> Terms:
+    def why_not(plan):
+        return "" if divides % plan.train.dp == 0 else f"{divides} / {plan.train.dp}"
+
+    return Terms(
+        min_rollout_gpus=min_rollout_gpus,
+        layouts=smaller_dp(home.train, micro_batch_size=1),
+        why_not=why_not,
+    )
+
+
+def nodes(*ranks):
+    return Gone(nodes=frozenset(map(NodeRank, ranks)))
+
+
+@st.composite
+def cases(draw):
+    tp, pp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]))
+    dp = draw(st.sampled_from([1, 2, 4, 8]))
+    instances = draw(st.lists(st.sampled_from([1, 2]), min_size=1, max_size=5))
+    per_node = draw(st.sampled_from([2, 4]))
+    layout = TrainLayout(tp=tp, pp=pp, cp=1, ep=1, dp=dp, micro_batch_size=1)
+    num_gpus = -(-(layout.num_gpus + sum(instances)) // per_node) * per_node
+    home = place(layout, instances, num_gpus=num_gpus, gpus_per_node=per_node)
+    return home, draw(st.sets(st.integers(1, 12), max_size=6)), draw(st.integers(0, 3))
+
+
+@given(cases())
+def test_what_is_left_keeps_its_place_and_nobody_is_given_what_is_gone(case):
+    home, away, least = case
+    if home is None:
+        return
+    gone = nodes(*away)
+    found = plan_without(home, gone, terms_of(home, min_rollout_gpus=least))
+    if isinstance(found, Lack):
+        assert found.reason
+        return
+    used = slots_of(found)
+    assert len(used) == len(set(used))
+    assert set(used) <= set(slots_of(home)), "a slot that is none of the run's"
+    assert not gone.has(used)
+    assert set(found.instances) <= set(home.instances)
+    here = [it for it in home.instances if it.node not in away]
+    if len(found.instances) < len(here):
+        # Some gave way, to a core that had nowhere else to go, and enough are left.
+        assert found.num_rollout_gpus >= least
+        own = {(found.train.node_of_rank(k), s) for k, s in enumerate(found.train.slots)}
+        assert not own <= {(home.train.node_of_rank(k), s) for k, s in enumerate(home.train.slots)}
+    train = found.train
+    assert (train.tp, train.pp) == (home.train.tp, home.train.pp)
+    assert train.dp <= home.train.dp
+    assert len(train.slots) == train.world_size
+    for first in range(0, train.world_size, train.tp):
+        assert len({train.node_of_rank(first + k) for k in range(train.tp)}) == 1
+
+
+@given(cases())
+def test_with_every_node_there_the_plan_is_the_one_of_the_run(case):
+    home, _, least = case
+    if home is not None:
+        assert plan_without(home, Gone(), terms_of(home, min_rollout_gpus=least)) == home
+
+
+def test_data_parallelism_shrinks_to_what_the_batch_divides_over():
+    home = home_of(dp=6, per_node=2)
+    found = plan_without(home, nodes(3), terms_of(home, divides=6))
+    assert isinstance(found, Plan)
+    assert found.train.dp == 3
+    # In as few nodes as it can be.
+    assert [len(list(group)) for _, group in groupby(found.train.nodes)] == [2, 1]
+
+
+def test_a_core_without_a_slot_of_its_own_takes_those_of_the_last_servers():
+    home = home_of(dp=2, instances=(1, 1, 1, 1), per_node=2)
+    assert home.train.node == 2
+    found = plan_without(home, nodes(2), terms_of(home, min_rollout_gpus=2))
+    assert isinstance(found, Plan)
+    assert [it.instance_id for it in found.instances] == ["vllm-0", "vllm-1", "vllm-2"]
+    assert (found.train.node, found.train.slots, found.train.dp) == (1, (1,), 1)
+    none = plan_without(home, nodes(2), terms_of(home, min_rollout_gpus=4))
+    assert none == Lack("no layout of the trainer fits on 0 GPUs")
+
+
+def test_why_nothing_fits_is_said_of_what_was_tried():
+    home = home_of(tp=2, dp=2, instances=(1, 1), per_node=2)
+    terms = terms_of(home)
+    short = plan_without(home, Gone(slots=frozenset({(NodeRank(1), SlotId(0))})), terms)
+    assert isinstance(short, Plan)
+    assert short.train.node == 2
+    slots = frozenset({(NodeRank(1), SlotId(0)), (NodeRank(2), SlotId(0))})
+    lack = plan_without(home, Gone(slots=slots), terms)
+    assert lack == Lack(
+        "TP2 PP1 DP1 micro-batch 1 finds no nodes with 2 free GPUs for each of its groups"
+    )
+    refused = msgspec.structs.replace(terms, why_not=lambda _: "never")
+    lack = plan_without(home, nodes(2), refused)
+    assert lack == Lack("TP2 PP1 DP1 micro-batch 1: never")
+
+
+def test_a_group_lies_on_several_nodes_where_that_is_allowed():
+    home = home_of(tp=2, dp=2, instances=(1, 1), per_node=2)
+    slots = frozenset({(NodeRank(1), SlotId(0)), (NodeRank(2), SlotId(0))})
+    terms = msgspec.structs.replace(terms_of(home), crosses_nodes=True)
+    found = plan_without(home, Gone(slots=slots), terms)
+    assert isinstance(found, Plan)
+    assert (found.train.nodes, found.train.slots) == ((1, 2), (1, 1))
+
+
+def test_what_was_given_up_is_not_started_again():
+    home = home_of()
+    gone = Gone(instances=frozenset({InstanceId("vllm-0")}))
+    found = plan_without(home, gone, terms_of(home))
+    assert isinstance(found, Plan)
+    assert [it.instance_id for it in found.instances] == ["vllm-1"]
+
+
+@pytest.mark.parametrize("lost", [1, 3, 5])
+def test_the_planner_chooses_where_the_layout_was_its_own(lost):
+    config = grp_config(num_gpus=48, arch=QWEN3_14B, hardware=A100_80G)
+    home = searched(config).plan
+    book = book_of(A100_80G, QWEN3_14B)
+    terms = Terms(
+        min_rollout_gpus=1,
+        layouts=fastest(config, home.train, book),
+        why_not=lambda _: "",
+    )
+    found = plan_without(home, nodes(lost), terms)
+    assert isinstance(found, Plan)
+    assert not nodes(lost).has(slots_of(found))
+    core = {home.train.node_of_rank(k) for k in range(home.train.world_size)}
+    if lost not in core:
+        assert found.train == home.train
+        return
+    # Less data parallelism holds more of the optimizer on each rank: it may need other degrees.
+    assert 0 < found.train.world_size < home.train.world_size
+    assert found.train.micro_batch_size is not None
+    small = msgspec.structs.replace(home.train, slots=home.train.slots[:1])
+    assert not list(fastest(config, small, book)(1))
