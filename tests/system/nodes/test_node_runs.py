@@ -222,7 +222,7 @@ def test_a_step_of_slurm_says_who_takes_part_and_who_leads(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.case("R-B50")
-def test_a_server_waits_for_the_memory_of_its_device_on_another_node(tmp_path):
+def test_servers_and_ranks_wait_for_the_memory_of_their_devices_on_another_node(tmp_path):
     used = [tmp_path / f"used-{rank}.json" for rank in range(2)]
     driver = os.pathsep.join([str(SUPPORT / "fake_driver"), *filter(None, sys.path)])
     env_of = {
@@ -241,5 +241,13 @@ def test_a_server_waits_for_the_memory_of_its_device_on_another_node(tmp_path):
         used[1].write_text("{}")
         run.until_step(1)
         assert run.state_of("vllm-2") != "waiting"
+        # The gang, too, before its second start.
+        used[1].write_text(json.dumps({"1": 50 * 2**30}))
+        for rank in made.children(run.processes[1], "fake_trainer.py"):
+            rank.kill()
+        waits = '"trainer","reason":"waiting for GPU 1 of node 1: 50.0 of 100.0 GiB'
+        run.until(lambda: waits in journal.read_text(), within_s=60)
+        used[1].write_text("{}")
+        run.until_step(max(run.steps()) + 2)
         assert run.call("stop").returncode == 0
         assert run.wait_all() == {0: 0, 1: 0}, run.said()
