@@ -21,13 +21,20 @@ from libra.serving.gate import Gate
 from libra.serving.identity import ServingIdentity
 from libra.serving.ledger import VersionLedger
 from libra.storage.arrival import when_visible
-from libra.storage.manifests import names_in, read_announced, verify_structure, verify_weights
+from libra.storage.manifests import (
+    is_as_stamped,
+    names_in,
+    read_announced,
+    verify_and_stamp,
+    verify_structure,
+)
 from libra.storage.receipt import holds
 from libra.storage.safetensors import model_tensors
 from libra.transfer.outcome import TransferAbortedError
 from libra.weights.compatibility import incompatibilities
 from libra.weights.manifest import TensorEntry, WeightsManifest
 from libra.wire.instance import (
+    FileStamp,
     InstanceState,
     ReloadAck,
     ReloadRequest,
@@ -70,7 +77,7 @@ class Checked(msgspec.Struct, frozen=True):
     """Files that may be loaded."""
 
     manifest: WeightsManifest
-    receipt: WeightsReceipt | None
+    stamps: tuple[FileStamp, ...]
     """Of the files as they were checked."""
 
     is_spared: bool
@@ -240,12 +247,13 @@ class GuardedReload:
         self, directory: Path, manifest: WeightsManifest, receipt: WeightsReceipt | None
     ) -> Checked:
         is_spared = receipt is not None and holds(receipt, directory, names_in(manifest))
-        if is_spared:
+        if receipt is not None and is_spared:
             verify_structure(directory, manifest)
+            stamps = receipt.files
         else:
-            receipt = verify_weights(directory, manifest)
+            stamps, _ = verify_and_stamp(directory, manifest)
         self._check_fit(str(directory), manifest.tensors, tied=manifest.tied_embeddings)
-        return Checked(manifest, receipt, is_spared)
+        return Checked(manifest, stamps, is_spared)
 
     def _check_fit(self, what: str, tensors: Sequence[TensorEntry], *, tied: bool) -> None:
         if self._loaded is None:
@@ -333,7 +341,5 @@ class GuardedReload:
 
 def _check_unchanged(directory: Path, checked: Checked) -> None:
     """What was loaded is what was checked. Raises DataError."""
-    if checked.receipt is None:
-        return
-    if not holds(checked.receipt, directory, names_in(checked.manifest)):
+    if not is_as_stamped(directory, names_in(checked.manifest), checked.stamps):
         raise DataError(f"{directory} was changed while it was loaded")

@@ -193,6 +193,13 @@ class FreePort(msgspec.Struct, frozen=True, tag=True):
     port: int
 
 
+class LookAtDevices(msgspec.Struct, frozen=True, tag=True):
+    """How much memory of the devices behind these slots is in use. DevicesSeen or Failed."""
+
+    call: int
+    slots: tuple[int, ...]
+
+
 class ReadWeights(msgspec.Struct, frozen=True, tag=True):
     """Read every byte of a published version and compare it. WeightsRead or Failed."""
 
@@ -232,6 +239,7 @@ NodeCommand: TypeAlias = (
     | Tail
     | HoldPort
     | FreePort
+    | LookAtDevices
     | ReadWeights
     | ToRank
     | DropRank
@@ -278,13 +286,32 @@ class PortHeld(msgspec.Struct, frozen=True, tag=True):
     port: int
 
 
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one device, at one moment."""
+
+    device: str
+    used_bytes: int
+    total_bytes: int
+    pids: tuple[int, ...]
+    """Who holds it, as far as the driver tells; inside a container often nobody or foreign pids."""
+
+
+class DevicesSeen(msgspec.Struct, frozen=True, tag=True):
+    call: int
+    devices: tuple[DeviceMemory, ...]
+    """Of the slots, but for devices that other slots stand for too."""
+
+    why_blind: str
+    """Why the driver does not tell; empty when it does."""
+
+
 class WeightsRead(msgspec.Struct, frozen=True, tag=True):
     call: int
     receipt: WeightsReceipt | None
     """None where the file system allows none."""
 
 
-NodeReply: TypeAlias = Started | Failed | TreeGone | Lines | PortHeld | WeightsRead
+NodeReply: TypeAlias = Started | Failed | TreeGone | Lines | PortHeld | DevicesSeen | WeightsRead
 
 
 class ProcessEnded(msgspec.Struct, frozen=True, tag=True):

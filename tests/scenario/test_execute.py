@@ -1,5 +1,7 @@
 import json
+import os
 import threading
+from pathlib import Path
 from typing import Any, cast
 
 import anyio
@@ -7,6 +9,7 @@ import anyio.from_thread
 import anyio.to_thread
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from libra import clock
 from libra.config.algorithm import AlgorithmConfig
@@ -309,6 +312,42 @@ async def test_a_version_that_a_server_holds_or_starts_from_outlives_newer_ones(
         await executor.until_written()
     kept = sorted(path.name for path in directory.weights.iterdir())
     assert kept == [".v000008", "v000002", "v000004", "v000006", "v000007"]
+
+
+@pytest.mark.case("R-B82")
+async def test_the_served_version_is_kept_though_nobody_holds_it_and_others_are_newer(tmp_path):
+    """What an attempt that is given up published is newer, and is of no use to anybody."""
+    directory = RunDirectory(tmp_path)
+    for number in range(1, 6):
+        publish_weights(directory.weights, PolicyVersion(number))
+    async with anyio.create_task_group() as tasks:
+        executor = executor_in(directory, tasks, engines=LoadingEngines())
+        executor.execute(commands.RetireVersions(frozenset({PolicyVersion(1)})))
+        await executor.until_written()
+    kept = sorted(path.name for path in directory.weights.iterdir())
+    assert kept == ["v000001", "v000004", "v000005"]
+
+
+@pytest.mark.parametrize("fails", ["rename", "unlink"])
+async def test_a_version_that_cannot_be_deleted_is_said_and_the_run_goes_on(
+    tmp_path, monkeypatch, fails
+):
+    directory = RunDirectory(tmp_path)
+    for number in range(1, 5):
+        publish_weights(directory.weights, PolicyVersion(number))
+
+    def refuse(*_, **__):
+        raise PermissionError(1, "it is held")
+
+    monkeypatch.setattr(os, fails, refuse)
+    with capture_logs() as said:
+        async with anyio.create_task_group() as tasks:
+            executor = executor_in(directory, tasks, engines=LoadingEngines())
+            executor.execute(commands.RetireVersions(frozenset({PolicyVersion(4)})))
+            await executor.until_written()
+    paths = [Path(line["path"]).name for line in said if line["event"] == "directory_not_removed"]
+    names = ["v000001", "v000002"]
+    assert paths == (names if fails == "rename" else [f".{name}.discarded" for name in names])
 
 
 async def test_members_get_the_shards_behind_those_of_the_core(tmp_path):

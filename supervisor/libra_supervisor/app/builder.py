@@ -1,6 +1,7 @@
 """Builds the moving parts of a run: servers, gang, reward workers, runner, gateway."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -9,11 +10,16 @@ import msgspec
 
 from libra.data.dataset import PromptDataset
 from libra.errors import InvariantError
-from libra.ids import ChildId, InstanceId, RunId
+from libra.ids import ChildId, InstanceId, NodeRank, RunId
 from libra.planner.plan import HybridPlacement, InstancePlacement, TrainPlacement
 from libra.scheduling.scheduler import Scheduler
 from libra_supervisor.app.cluster import Cluster
-from libra_supervisor.app.device_gate import DeviceGate
+from libra_supervisor.app.device_gate import (
+    DeviceGate,
+    NodeGate,
+    all_of,
+    look_here,
+)
 from libra_supervisor.app.drain_watch import DrainWatch, Traffic
 from libra_supervisor.app.engine import Engine, EngineSite, HeldPort
 from libra_supervisor.app.fleet import Fleet
@@ -175,7 +181,12 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             port=port_of(placement.instance_id, base),
             served_directory=served_directory,
             rng=self.rng,
-            gate=node,
+            gate=self._node_gate(
+                ChildId(placement.instance_id),
+                placement.node,
+                placement.slots,
+                needed_fraction=site.config.rollout.gpu_memory_utilization,
+            ),
             spawner=cluster.spawner_for(placement.node, self.spawner),
             hold_port=hold_port,
             traffic=self._traffic,
@@ -253,18 +264,21 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         gang.reshape(self.gang_site(placement), self._gang_hindrance(placement))
 
     def _gang_hindrance(self, placement: TrainPlacement) -> Hindrance | None:
-        """On the devices here, and of the nodes that the ranks lie on."""
-        slots = [it for rank, it in enumerate(placement.slots) if not placement.node_of_rank(rank)]
-        gate = self._gate(TRAINER_ID, slots, needed_fraction=None) if slots else None
+        """On the devices of all nodes that the ranks lie on, and of those nodes themselves."""
         cluster = self.cluster
-        if cluster is None:
-            return None if gate is None else gate.hindrance
-
-        async def hindrance() -> str | None:
-            reason = await cluster.gang_hindrance(placement)
-            return await gate.hindrance() if reason is None and gate is not None else reason
-
-        return hindrance
+        slots_of: dict[NodeRank, list[int]] = {}
+        for rank, slot in enumerate(placement.slots):
+            slots_of.setdefault(placement.node_of_rank(rank), []).append(slot)
+        gates = [
+            self._node_gate(TRAINER_ID, node, slots, needed_fraction=None)
+            if node
+            else self._gate(TRAINER_ID, slots, needed_fraction=None)
+            for node, slots in slots_of.items()
+        ]
+        there = [it for it in gates if it is not None]
+        if cluster is not None:
+            return all_of(partial(cluster.gang_hindrance, placement), there)
+        return there[0].hindrance if there else None
 
     def gang_site(self, placement: TrainPlacement) -> GangSite:
         launch = self.launch
@@ -301,7 +315,24 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             return None
         devices = [launch.devices[slot] for slot in slots]
         own = [it for it in devices if launch.devices.count(it) == devices.count(it)]
-        return DeviceGate(child_id, own, needed_fraction=needed_fraction)
+        return DeviceGate(child_id, look_here(own), needed_fraction=needed_fraction)
+
+    def _node_gate(
+        self,
+        child_id: ChildId,
+        node: NodeRank,
+        slots: Sequence[int],
+        *,
+        needed_fraction: float | None,
+    ) -> NodeGate:
+        """The same on another node, whose own devices are meant by the slots."""
+        remote = self._others().nodes[node]
+        if self.launch.device == "cpu":
+            return NodeGate(remote, None)
+        look = partial(remote.look_at_devices, tuple(slots))
+        where = f" of node {node}"
+        gate = DeviceGate(child_id, look, needed_fraction=needed_fraction, where=where)
+        return NodeGate(remote, gate)
 
     def reward_pool(self) -> RewardPool:
         launch = self.launch

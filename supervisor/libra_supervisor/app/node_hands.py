@@ -5,8 +5,6 @@ claims in a new session is ended before anything is started under its name, so a
 """
 
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
-from pathlib import Path
 from typing import Final, Protocol, assert_never
 
 import anyio
@@ -14,17 +12,15 @@ import anyio.abc
 import msgspec
 
 from libra import clock
-from libra.errors import DataError, InvariantError, LibraError, PeerError, SiteError
+from libra.errors import InvariantError, LibraError, PeerError, SiteError
 from libra.ids import ChildId, Incarnation, RunId
-from libra.storage.arrival import when_visible
-from libra.storage.manifests import verify_announced
-from libra.storage.receipt import SETTLE_S
 from libra.tracing.log import get_log
 from libra.wire import node as wire
 from libra.wire import node_rollouts as rollouts
 from libra.wire.node import NodeCommand, NodeEvent, Welcome
 from libra.wire.node_rollouts import RolloutOrder
 from libra.wire.rank import Hello as RankHello
+from libra_supervisor.app.node_looks import devices_of, read, seen
 from libra_supervisor.instances.port_lease import PortLease, lease_port
 from libra_supervisor.process.child import RunningChild
 from libra_supervisor.process.identity import boot_id
@@ -158,8 +154,10 @@ class NodeHands:
                 self._hold_port(command)
             case wire.FreePort(port):
                 self._free(port)
+            case wire.LookAtDevices():
+                self._tasks.start_soon(self._answer, seen, command, self._devices)
             case wire.ReadWeights():
-                self._tasks.start_soon(self._read_weights, command)
+                self._tasks.start_soon(self._answer, read, command)
             case wire.ToRank(link, data):
                 if link in self._pieces:
                     await self._pieces[link].send(data)
@@ -314,9 +312,7 @@ class NodeHands:
     def _own_devices(self, slots: str) -> str:
         """The devices here that slots stand for. Raises SiteError for a slot that is not there."""
         numbers = [int(slot) for slot in slots.split(",") if slot]
-        if any(number >= len(self._devices) for number in numbers):
-            raise SiteError(f"slots {slots} are wanted here, and {len(self._devices)} devices are")
-        return ",".join(self._devices[number] for number in numbers)
+        return ",".join(devices_of(numbers, self._devices))
 
     def _make(self, order: RolloutOrder) -> None:
         if self._making is None:
@@ -338,24 +334,6 @@ class NodeHands:
         lease = self._ports.pop(port, None)
         if lease is not None:
             lease.close()
-
-    # Weights
-
-    async def _read_weights(self, command: wire.ReadWeights) -> None:
-        """Once for all servers here: they read through this host's page cache, as we do."""
-        # Without it the files would often be too new for a receipt.
-        await clock.sleep(2 * SETTLE_S)
-
-        def on_wait(lack: str) -> None:
-            _log.warning("weights_not_seen_yet", why=lack)
-
-        check = partial(verify_announced, Path(command.directory), command.manifest_hash)
-        try:
-            receipt = await when_visible(check, on_wait=on_wait)
-        except DataError as error:
-            self._say(wire.Failed(command.call, str(error)))
-            return
-        self._say(wire.WeightsRead(command.call, receipt))
 
     # Ranks
 
@@ -418,6 +396,9 @@ class NodeHands:
             scope.cancel()
 
     # Speaking
+
+    async def _answer(self, answer: Callable[..., Awaitable[NodeEvent]], *what: object) -> None:
+        self._say(await answer(*what))
 
     def _say(self, event: NodeEvent) -> None:
         if self._tongue is not None:

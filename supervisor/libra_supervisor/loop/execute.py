@@ -18,7 +18,7 @@ from anyio.abc import TaskGroup
 from libra import clock
 from libra.algorithms.advantage import advantages
 from libra.config.algorithm import AlgorithmConfig
-from libra.errors import DataError, LibraError, PeerError
+from libra.errors import DataError, LibraError, PeerError, SiteError
 from libra.ids import NodeRank, PolicyVersion, ReplicaId, RunId
 from libra.planner.plan import Plan
 from libra.pools.hybrid import BegunStep
@@ -343,7 +343,7 @@ class Executor:
             in_use={version for version, path in published.items() if path in loading},
         )
         for version in doomed:
-            discard_directory(published[version])
+            _retire(published[version])
 
     # Ranks
 
@@ -422,7 +422,7 @@ class Executor:
         """Make room for one more; at least one complete checkpoint is always there."""
         complete = list_complete_checkpoints(self._terms.directory.checkpoints)
         for info in complete[max(1, self._terms.keep_last - 1) :]:
-            discard_directory(info.directory)
+            _retire(info.directory)
 
     # Engines
 
@@ -491,5 +491,25 @@ def _share(replica_id: ReplicaId, shards: Shards) -> MemberShare:
 
 
 def _discard_if_there(directory: Path) -> None:
+    """Raises SiteError when it stays where something is to be written."""
     if directory.exists():
-        discard_directory(directory)
+        try:
+            left = discard_directory(directory)
+        except OSError as error:
+            raise SiteError(f"{directory} cannot be removed: {error.strerror}") from error
+        _say_left(left)
+
+
+def _retire(directory: Path) -> None:
+    """What nobody needs any more; the run goes on without the space that it does not give back."""
+    try:
+        left = discard_directory(directory)
+    except OSError as error:
+        _log.warning("directory_not_removed", path=str(directory), why=error.strerror)
+    else:
+        _say_left(left)
+
+
+def _say_left(left: Path | None) -> None:
+    if left is not None:
+        _log.warning("directory_not_removed", path=str(left), why="something in it is held")

@@ -16,7 +16,7 @@ from libra.ids import ChildId, Incarnation, NodeRank
 from libra.tracing.log import get_log
 from libra.wire import node as wire
 from libra.wire.instance import WeightsReceipt
-from libra.wire.node import MAX_PIECE_BYTES, NodeCommand, NodeEvent, NodeReply
+from libra.wire.node import MAX_PIECE_BYTES, DeviceMemory, NodeCommand, NodeEvent, NodeReply
 from libra.wire.node_rollouts import RolloutWord
 from libra.wire.rank import RankEvent
 from libra_supervisor.nodes.leader import LeaderEnd
@@ -110,6 +110,7 @@ class RemoteNode:
                 | wire.TreeGone()
                 | wire.Lines()
                 | wire.PortHeld()
+                | wire.DevicesSeen()
                 | wire.WeightsRead()
             ):
                 self._on_reply(event)
@@ -155,6 +156,16 @@ class RemoteNode:
         """Hold a port there, any for 0. Raises PeerError."""
         held = await self.ask(wire.PortHeld, lambda call: wire.HoldPort(call, host, port))
         return held.port
+
+    async def look_at_devices(self, slots: tuple[int, ...]) -> tuple[DeviceMemory, ...]:
+        """Memory in use there; lacks devices that more slots stand for than these.
+
+        Raises SiteError when its driver does not say, PeerError when the node does not.
+        """
+        seen = await self.ask(wire.DevicesSeen, lambda call: wire.LookAtDevices(call, slots))
+        if seen.why_blind:
+            raise SiteError(f"node {self.node}: {seen.why_blind}")
+        return seen.devices
 
     async def read_weights(self, directory: str, manifest_hash: str) -> WeightsReceipt | None:
         """Have it read a published version in full. Raises PeerError when it does not match."""

@@ -1,11 +1,14 @@
 """Whole runs over hosts with addresses of their own: steps, crashes, cuts."""
 
 import json
+import os
 import signal
+import sys
 import time
 
 import pytest
 
+from fake_runs import SUPPORT
 from netns_hosts import hosts
 from node_runs import NodeRun
 
@@ -217,3 +220,36 @@ def test_a_step_of_slurm_says_who_takes_part_and_who_leads(tmp_path):
         assert run.steps() == [1, 2]
         instances = json.loads((run.run_dir / "plan.json").read_text())["instances"]
         assert [it["node"] for it in instances] == [0, 0, 0, 1]
+
+
+@pytest.mark.long
+@pytest.mark.case("R-B50")
+def test_servers_and_ranks_wait_for_the_memory_of_their_devices_on_another_node(tmp_path):
+    used = [tmp_path / f"used-{rank}.json" for rank in range(2)]
+    driver = os.pathsep.join([str(SUPPORT / "fake_driver"), *filter(None, sys.path)])
+    env_of = {
+        rank: {"FAKE_NVML": str(path), "CUDA_VISIBLE_DEVICES": "0,1", "PYTHONPATH": driver}
+        for rank, path in enumerate(used)
+    }
+    used[0].write_text("{}")
+    used[1].write_text(json.dumps({"0": 80 * 2**30}))
+    with hosts(2) as made:
+        run = NodeRun(made, tmp_path, total_steps=1000, gpus=(3, 1), env_of=env_of)
+        run.start_all("-o", "device=cuda")
+        journal, waits = run.run_dir / "journal.jsonl", "GPU 0 of node 1: 80.0 of 100.0 GiB"
+        run.until(lambda: journal.exists() and waits in journal.read_text(), within_s=60)
+        assert run.state_of("vllm-2") == "waiting"
+        assert run.steps() == []
+        used[1].write_text("{}")
+        run.until_step(1)
+        assert run.state_of("vllm-2") != "waiting"
+        # The gang, too, before its second start.
+        used[1].write_text(json.dumps({"1": 50 * 2**30}))
+        for rank in made.children(run.processes[1], "fake_trainer.py"):
+            rank.kill()
+        waits = '"trainer","reason":"waiting for GPU 1 of node 1: 50.0 of 100.0 GiB'
+        run.until(lambda: waits in journal.read_text(), within_s=60)
+        used[1].write_text("{}")
+        run.until_step(max(run.steps()) + 2)
+        assert run.call("stop").returncode == 0
+        assert run.wait_all() == {0: 0, 1: 0}, run.said()
