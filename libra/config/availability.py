@@ -87,7 +87,6 @@ def _check_nodes(config: RunConfig, environment: Environment) -> Iterator[Proble
             config.global_resource_planner.runtime_dynamic_reconfiguration_enabled,
         ),
         ("heterogeneous_rollout.endpoints", bool(config.heterogeneous_rollout.endpoints)),
-        ("rollout_weight_sync_mode", config.weights.rollout_weight_sync_mode == "nccl"),
     ):
         if is_set:
             what = "is not available yet on several nodes"

@@ -146,7 +146,7 @@ class SchedulingConfig(Config, frozen=True, kw_only=True):
 
     shared_load_dir: PathText = ""
     """Shared directory where every scheduler publishes its requests in flight per instance; empty
-    turns it off."""
+    turns it off on one node, and takes load/ in the run directory with several."""
 
     shared_load_ttl_s: Seconds = 30.0
     """Seconds without a refresh after which a rank's file no longer counts."""

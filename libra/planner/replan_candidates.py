@@ -123,7 +123,10 @@ class CandidateSearch:
             yield from self._reshaped()
 
     def _replica_counts(self) -> Iterator[int]:
-        """How many hybrid replicas there may be, what there is included."""
+        """How many hybrid replicas there may be, what there is included.
+
+        Their GPUs change sides in steps of the split's granularity.
+        """
         present = len(self._plan.hybrids)
         if self._bounds.training == "none":
             yield present
@@ -133,7 +136,10 @@ class CandidateSearch:
             left = 0
         training = self._config.training
         mini_batch = training.mini_batch_size or training.batch_size
+        step_gpus = self._config.global_resource_planner.allocation_granularity_gpus
         for count in range(max(present, left // self._replica_gpus) + 1):
+            if count != present and count * self._replica_gpus % step_gpus:
+                continue
             # Shards need not be equal, but every rank has to get something.
             dp = with_replicas(self._core, count, self._replica_gpus).dp
             if count in {0, present} or dp <= mini_batch:

@@ -2,9 +2,10 @@
 
 Because nothing else is remembered, the rest of a change that was interrupted after any prefix, and
 the way back from there, are made by the same rules. In order: end what is on its way out; keep what
-stays after all; detach replicas that go; change the core as soon as its slots are free; start
-whatever has its slots; drain as many of those that go as the minimum allows; wait for what was
-started; attach replicas. Each transition takes all that it can at once, which is a wave.
+stays after all; warm up what comes, if that is wanted, while everything else goes on; detach
+replicas that go; change the core as soon as its slots are free; start whatever has its slots; drain
+as many of those that go as the minimum allows; wait for what was started; attach replicas. Each
+transition takes all that it can at once, which is a wave.
 """
 
 from collections.abc import Iterator
@@ -74,9 +75,9 @@ def next_transition(ground: Ground, target: Plan, rules: Rules) -> Transition | 
     for rule in (
         _end_leavers,
         _keep_stayers,
+        _warm,
         _detach,
         _change_core,
-        _warm,
         _start,
         _drain,
         _await,
@@ -155,6 +156,16 @@ def _keep_stayers(state: _State) -> Transition | None:
     return Undrain(tuple(kept)) if kept else None
 
 
+def _warm(state: _State) -> Transition | None:
+    if not state.rules.warms_first:
+        return None
+    cold = [it for it in state.coming if state.ground.find(it.instance_id) is None]
+    if cold:
+        return Warm(tuple(cold))
+    warming = state.ground.ids_in(Stage.WARMING)
+    return AwaitWarm(warming) if warming else None
+
+
 def _detach(state: _State) -> Transition | None:
     wanted = {it.replica_id for it in state.target.hybrids}
     ids = [it.placement.replica_id for it in state.ground.hybrids]
@@ -170,16 +181,6 @@ def _change_core(state: _State) -> Transition | None:
         return None
     stands = ground.is_held or ground.reshaping or ground.is_core_gone
     return ReshapeTraining(train) if stands else HoldStep()
-
-
-def _warm(state: _State) -> Transition | None:
-    if not state.rules.warms_first:
-        return None
-    cold = [it for it in state.coming if state.ground.find(it.instance_id) is None]
-    if cold:
-        return Warm(tuple(cold))
-    warming = state.ground.ids_in(Stage.WARMING)
-    return AwaitWarm(warming) if warming else None
 
 
 def _start(state: _State) -> Transition | None:

@@ -5,7 +5,7 @@ from enum import Enum
 import msgspec
 
 from libra.errors import InvariantError
-from libra.ids import Incarnation, InstanceId, PolicyVersion
+from libra.ids import Incarnation, InstanceId, NodeRank, PolicyVersion
 
 
 class MemberState(Enum):
@@ -57,6 +57,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     instance_id: InstanceId
     num_gpus: int
+    node: NodeRank = NodeRank(0)
     state: MemberState = MemberState.STARTING
     since: float
     """Instant of the last change of state."""
@@ -64,6 +65,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation | None = None
     version: PolicyVersion | None = None
     """None: unknown."""
+
+    waits_for: frozenset[InstanceId] = frozenset()
+    """While it is warming: those that have the devices it is to get."""
 
     is_drained_by_operator: bool = False
     is_leaving: bool = False

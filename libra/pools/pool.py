@@ -1,21 +1,39 @@
 """The rollout pool: what every instance is doing, and whether enough of them serve. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 import msgspec
 
 from libra.errors import InvariantError
-from libra.ids import Incarnation, InstanceId, PolicyVersion
+from libra.ids import Incarnation, InstanceId, NodeRank, PolicyVersion
 from libra.pools.member import ANSWERING, Member, MemberState, moved
+
+FIRST: Final = NodeRank(0)
+EMPTY: Final[Mapping[InstanceId, NodeRank]] = {}
 
 
 class RolloutPool:
     """Members by instance id. An event of an incarnation that has ended changes nothing."""
 
-    def __init__(self, instances: Iterable[tuple[InstanceId, int]], *, now: float) -> None:
-        """`instances` gives each instance's id and the number of GPUs it holds."""
+    def __init__(
+        self,
+        instances: Iterable[tuple[InstanceId, int]],
+        *,
+        now: float,
+        node_of: Mapping[InstanceId, NodeRank] = EMPTY,
+    ) -> None:
+        """`instances` gives each instance's id and the number of GPUs it holds.
+
+        Those that `node_of` does not name are on the first node.
+        """
         self._members = {
-            instance_id: Member(instance_id=instance_id, num_gpus=num_gpus, since=now)
+            instance_id: Member(
+                instance_id=instance_id,
+                num_gpus=num_gpus,
+                node=node_of.get(instance_id, FIRST),
+                since=now,
+            )
             for instance_id, num_gpus in instances
         }
 
@@ -40,9 +58,13 @@ class RolloutPool:
 
     @property
     def num_possible_gpus(self) -> int:
-        """GPUs that serve now or may serve again."""
-        lost = (MemberState.GONE, MemberState.WARMING)
-        return sum(m.num_gpus for m in self._members.values() if m.state not in lost)
+        """GPUs that serve now or may serve again.
+
+        Those of a member that is warming count once nobody else is left to have them.
+        """
+        there = [m for m in self._members.values() if m.state is not MemberState.GONE]
+        have = {m.instance_id for m in there if m.state is not MemberState.WARMING}
+        return sum(m.num_gpus for m in there if m.instance_id in have or not (m.waits_for & have))
 
     @property
     def answering_ids(self) -> tuple[InstanceId, ...]:
@@ -55,15 +77,30 @@ class RolloutPool:
         return not self.ids_in(MemberState.STARTING, MemberState.RESTARTING)
 
     def add(
-        self, instance_id: InstanceId, num_gpus: int, *, now: float, is_warming: bool = False
+        self,
+        instance_id: InstanceId,
+        num_gpus: int,
+        *,
+        now: float,
+        node: NodeRank = FIRST,
+        is_warming: bool = False,
+        waits_for: frozenset[InstanceId] = frozenset(),
     ) -> None:
-        """Take in a new member, or one that was gone; `is_warming`: it has no devices yet."""
+        """Take in a new member, or one that was gone.
+
+        `is_warming`: it has no devices yet; `waits_for` are those that have them.
+        """
         member = self._members.get(instance_id)
         if member is not None and member.state is not MemberState.GONE:
             raise InvariantError(f"{instance_id} is a member of this pool already")
         state = MemberState.WARMING if is_warming else MemberState.STARTING
         self._members[instance_id] = Member(
-            instance_id=instance_id, num_gpus=num_gpus, state=state, since=now
+            instance_id=instance_id,
+            num_gpus=num_gpus,
+            node=node,
+            state=state,
+            since=now,
+            waits_for=waits_for,
         )
 
     def remove(self, instance_id: InstanceId) -> None:

@@ -103,6 +103,11 @@ class Reconfiguration:
         """Nothing of the target had to be given up."""
 
     @property
+    def untouched(self) -> frozenset[InstanceId]:
+        """Instances of both plans."""
+        return self._rules.untouched
+
+    @property
     def current(self) -> Transition | None:
         """What is waited for."""
         return self._current

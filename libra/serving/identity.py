@@ -17,6 +17,8 @@ from libra.wire.instance import (
 
 SERVED_VERSION_VARIABLE = "LIBRA_SERVED_VERSION"
 SERVED_MANIFEST_HASH_VARIABLE = "LIBRA_SERVED_MANIFEST_HASH"
+SERVED_DIRECTORY_VARIABLE = "LIBRA_SERVED_DIRECTORY"
+SERVED_STAMPS_VARIABLE = "LIBRA_SERVED_STAMPS"
 """Set by `libra.serving.launch` for the middleware: what it verified before the engine loaded."""
 
 
@@ -31,6 +33,10 @@ class ServingIdentity(msgspec.Struct, frozen=True, kw_only=True):
     served_version: PolicyVersion = PolicyVersion(0)
     served_manifest_hash: str | None = None
     """Of the weights that the engine loads when it starts; None for the base model."""
+
+    served_directory: Path | None = None
+    served_stamps: str = ""
+    """Digest of the stamps that its files had when they were verified."""
 
 
 def identity_from(environment: Mapping[str, str]) -> ServingIdentity:
@@ -56,6 +62,10 @@ def identity_from(environment: Mapping[str, str]) -> ServingIdentity:
         token=_token(Path(environment[TOKEN_FILE_VARIABLE])),
         served_version=PolicyVersion(int(environment.get(SERVED_VERSION_VARIABLE, "0"))),
         served_manifest_hash=environment.get(SERVED_MANIFEST_HASH_VARIABLE),
+        served_directory=Path(served)
+        if (served := environment.get(SERVED_DIRECTORY_VARIABLE))
+        else None,
+        served_stamps=environment.get(SERVED_STAMPS_VARIABLE, ""),
     )
 
 

@@ -18,15 +18,18 @@ import anyio
 from libra.errors import ConfigError, DataError, LibraError, SiteError
 from libra.ids import RunId
 from libra.serving.identity import (
+    SERVED_DIRECTORY_VARIABLE,
     SERVED_MANIFEST_HASH_VARIABLE,
+    SERVED_STAMPS_VARIABLE,
     SERVED_VERSION_VARIABLE,
     ServingIdentity,
     identity_from,
 )
 from libra.storage.arrival import when_visible
-from libra.storage.manifests import read_manifest, verify_weights
+from libra.storage.manifests import read_manifest, verify_and_stamp
+from libra.storage.receipt import digest_of
 from libra.weights.manifest import WeightsManifest
-from libra.wire.instance import GO_FILE_VARIABLE, WAITING_SUFFIX
+from libra.wire.instance import GO_FILE_VARIABLE, WAITING_SUFFIX, FileStamp
 
 MIDDLEWARE = "libra.serving.middleware.LibraMiddleware"
 PLUGIN_NAME = "libra"
@@ -120,19 +123,26 @@ def _describe_served(
     directory = model.resolve()
     if not directory.is_relative_to(identity.weights_directory):
         environment[SERVED_VERSION_VARIABLE] = "0"
-        environment.pop(SERVED_MANIFEST_HASH_VARIABLE, None)
+        for name in (
+            SERVED_MANIFEST_HASH_VARIABLE, SERVED_DIRECTORY_VARIABLE, SERVED_STAMPS_VARIABLE
+        ):  # fmt: skip
+            environment.pop(name, None)
         return
-    manifest, manifest_hash = anyio.run(_verified, directory, identity.run_id)
+    manifest, manifest_hash, stamps = anyio.run(_verified, directory, identity.run_id)
     environment[SERVED_VERSION_VARIABLE] = str(manifest.policy_version)
     environment[SERVED_MANIFEST_HASH_VARIABLE] = manifest_hash
+    environment[SERVED_DIRECTORY_VARIABLE] = str(directory)
+    environment[SERVED_STAMPS_VARIABLE] = digest_of(stamps)
 
 
-async def _verified(directory: Path, run_id: RunId) -> tuple[WeightsManifest, str]:
+async def _verified(
+    directory: Path, run_id: RunId
+) -> tuple[WeightsManifest, str, tuple[FileStamp, ...]]:
     manifest, manifest_hash = await when_visible(partial(read_manifest, directory))
     if manifest.run_id != run_id:
         raise DataError(f"{directory} was published by run {manifest.run_id}, not by {run_id}")
-    await when_visible(partial(verify_weights, directory, manifest))
-    return manifest, manifest_hash
+    stamps, _ = await when_visible(partial(verify_and_stamp, directory, manifest))
+    return manifest, manifest_hash, stamps
 
 
 def _offer_plugin(environment: MutableMapping[str, str]) -> None:

@@ -34,6 +34,7 @@ from libra.serving.identity import ServingIdentity, identity_from
 from libra.serving.ledger import VersionLedger
 from libra.serving.open_answers import OpenAnswers
 from libra.serving.reload import GuardedReload
+from libra.storage.manifests import why_not_as_verified
 from libra.wire.instance import (
     INCARNATION_HEADER,
     INSTANCE_HEADER,
@@ -178,7 +179,19 @@ class LibraMiddleware:
     def _guarded(self, scope: Scope) -> GuardedServer:
         if self._server is None:
             self._server = self._guard(self._identity, scope["app"].state.engine_client)
+            self._doubt(self._server)
         return self._server
+
+    def _doubt(self, server: GuardedServer) -> None:
+        """Trust the engine no more if what it read is not what was verified minutes before."""
+        identity = self._identity
+        if identity.served_directory is not None and (
+            why := why_not_as_verified(
+                identity.served_directory, identity.served_manifest_hash, identity.served_stamps
+            )
+        ):
+            server.ledger.lose()
+            server.gate.refuse(why)
 
     def _identified(self, send: Send) -> Send:
         identity = [

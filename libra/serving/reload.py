@@ -21,13 +21,20 @@ from libra.serving.gate import Gate
 from libra.serving.identity import ServingIdentity
 from libra.serving.ledger import VersionLedger
 from libra.storage.arrival import when_visible
-from libra.storage.manifests import names_in, read_manifest, verify_structure, verify_weights
+from libra.storage.manifests import (
+    is_as_stamped,
+    names_in,
+    read_announced,
+    verify_and_stamp,
+    verify_structure,
+)
 from libra.storage.receipt import holds
 from libra.storage.safetensors import model_tensors
 from libra.transfer.outcome import TransferAbortedError
 from libra.weights.compatibility import incompatibilities
 from libra.weights.manifest import TensorEntry, WeightsManifest
 from libra.wire.instance import (
+    FileStamp,
     InstanceState,
     ReloadAck,
     ReloadRequest,
@@ -70,7 +77,7 @@ class Checked(msgspec.Struct, frozen=True):
     """Files that may be loaded."""
 
     manifest: WeightsManifest
-    receipt: WeightsReceipt | None
+    stamps: tuple[FileStamp, ...]
     """Of the files as they were checked."""
 
     is_spared: bool
@@ -187,8 +194,9 @@ class GuardedReload:
 
     async def _check(self, request: ReloadRequest, directory: Path, measured: Measured) -> Checked:
         try:
-            manifest, manifest_hash = await when_visible(partial(read_manifest, directory))
-            self._check_manifest(request, manifest, manifest_hash)
+            read = partial(read_announced, directory, request.manifest_hash)
+            manifest = await when_visible(read)
+            self._check_manifest(request, manifest)
             measured.verified.append("manifest")
             checked = await when_visible(
                 partial(self._check_files, directory, manifest, request.receipt)
@@ -223,11 +231,8 @@ class GuardedReload:
             raise outside
         return directory
 
-    def _check_manifest(
-        self, request: ReloadRequest, manifest: WeightsManifest, manifest_hash: str
-    ) -> None:
+    def _check_manifest(self, request: ReloadRequest, manifest: WeightsManifest) -> None:
         pairs = (
-            ("manifest hash", request.manifest_hash, manifest_hash),
             ("run id", request.run_id, manifest.run_id),
             ("policy version", request.policy_version, manifest.policy_version),
             ("tied embeddings", self._engine.has_tied_embeddings, manifest.tied_embeddings),
@@ -242,12 +247,13 @@ class GuardedReload:
         self, directory: Path, manifest: WeightsManifest, receipt: WeightsReceipt | None
     ) -> Checked:
         is_spared = receipt is not None and holds(receipt, directory, names_in(manifest))
-        if is_spared:
+        if receipt is not None and is_spared:
             verify_structure(directory, manifest)
+            stamps = receipt.files
         else:
-            receipt = verify_weights(directory, manifest)
+            stamps, _ = verify_and_stamp(directory, manifest)
         self._check_fit(str(directory), manifest.tensors, tied=manifest.tied_embeddings)
-        return Checked(manifest, receipt, is_spared)
+        return Checked(manifest, stamps, is_spared)
 
     def _check_fit(self, what: str, tensors: Sequence[TensorEntry], *, tied: bool) -> None:
         if self._loaded is None:
@@ -335,7 +341,5 @@ class GuardedReload:
 
 def _check_unchanged(directory: Path, checked: Checked) -> None:
     """What was loaded is what was checked. Raises DataError."""
-    if checked.receipt is None:
-        return
-    if not holds(checked.receipt, directory, names_in(checked.manifest)):
+    if not is_as_stamped(directory, names_in(checked.manifest), checked.stamps):
         raise DataError(f"{directory} was changed while it was loaded")

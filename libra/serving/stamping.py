@@ -18,6 +18,10 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+NO_ANSWER = b"null"
+"""vLLM's body for a client that left before its answer was there."""
+
+
 class Stamped(msgspec.Struct, frozen=True):
     content: bytes
     versions: tuple[int, ...]
@@ -29,6 +33,8 @@ async def stamp_body(content: bytes, record: AnswerRecord) -> Stamped:
 
     Raises RefusedError when weights that failed their proof had a part in it.
     """
+    if content == NO_ANSWER:
+        return Stamped(content, ())
     body = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
     if "choices" not in body:
         raise InvariantError("vLLM answered a completion without choices")

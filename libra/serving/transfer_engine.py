@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from libra.errors import PeerError
-from libra.transfer.group import Group, Place, Signals, connect_store, join
+from libra.transfer.group import Group, Place, Signals, connect_store, join, own_address
 from libra.transfer.packing import Checksum, buckets_of, checksum_text, unpacked
 from libra.wire.instance import WeightsTransfer
 
@@ -68,6 +68,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 init_info.rank_offset + self.parallel_config.rank,
                 transfer.world_size,
                 self._device,
+                own_address(transfer.store_host, transfer.store_port),
             ),
             timeout_s=transfer.timeout_s,
             stall_s=transfer.stall_s,

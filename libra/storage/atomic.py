@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PARTIAL_SUFFIX = ".partial"
@@ -65,17 +65,25 @@ def publish_directory(partial: Path, final: Path) -> None:
     fsync_directory(final.parent)
 
 
-def discard_directory(path: Path) -> None:
-    """Delete a directory so that nobody can see half of it: renamed first, then removed."""
+def discard_directory(path: Path) -> Path | None:
+    """Delete a directory so that nobody can see half of it: renamed first, then removed.
+
+    Returns what is left, under a hidden name, because something in it cannot be deleted. Raises
+    OSError when it cannot even be renamed.
+    """
     discarded = path.with_name(f".{path.name}{DISCARDED_SUFFIX}")
     shutil.rmtree(discarded, ignore_errors=True)
     path.rename(discarded)
     fsync_directory(path.parent)
-    shutil.rmtree(discarded)
+    shutil.rmtree(discarded, ignore_errors=True)
+    return discarded if discarded.exists() else None
 
 
 def sweep_unfinished(parent: Path) -> list[Path]:
-    """Remove what interrupted writers and removers left directly in `parent`; returns it."""
+    """Remove what interrupted writers and removers left directly in `parent`; returns it.
+
+    What of it cannot be deleted is still there afterwards.
+    """
     leftovers = [
         entry
         for entry in sorted(parent.iterdir())
@@ -83,9 +91,10 @@ def sweep_unfinished(parent: Path) -> list[Path]:
     ]
     for entry in leftovers:
         if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
+            shutil.rmtree(entry, ignore_errors=True)
         else:
-            entry.unlink()
+            with suppress(OSError):
+                entry.unlink()
     return leftovers
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from libra.errors import DataError
 from libra.storage.atomic import atomic_write
-from libra.storage.manifests import verify_files
+from libra.storage.manifests import NOT_SEEN, NotVisibleYetError, verify_files
 from libra.weights.manifest import FileEntry
 
 CHECKPOINT_MANIFEST_NAME = "checkpoint.json"
@@ -130,12 +130,16 @@ def _step_directories(directory: Path) -> list[tuple[int, Path]]:
 
 
 def read_checkpoint_manifest(directory: Path) -> CheckpointManifest:
-    """Read one checkpoint's manifest. Raises DataError when there is none to use."""
+    """Read one checkpoint's manifest.
+
+    Raises DataError when there is none to use, NotVisibleYetError when it may come into sight.
+    """
     path = directory / CHECKPOINT_MANIFEST_NAME
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; this checkpoint is not complete") from error
+        kind = NotVisibleYetError if error.errno in NOT_SEEN else DataError
+        raise kind(f"{path}: {error.strerror}; this checkpoint is not complete") from error
     except msgspec.MsgspecError as error:
         raise DataError(f"{path}: broken checkpoint manifest: {error}") from error
     if manifest.format != CHECKPOINT_FORMAT:
@@ -154,7 +158,10 @@ def write_checkpoint_manifest(directory: Path, manifest: CheckpointManifest) -> 
 def verify_checkpoint(
     directory: Path, manifest: CheckpointManifest, *, with_hashes: bool = True
 ) -> None:
-    """Check a checkpoint's files against its manifest; raises DataError saying what is wrong."""
+    """Check a checkpoint's files against its manifest; raises DataError saying what is wrong.
+
+    NotVisibleYetError when something lacks that may still come into sight.
+    """
     verify_files(
         directory,
         manifest.files,

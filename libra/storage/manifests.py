@@ -1,7 +1,8 @@
 """Reading, writing and checking the manifest of published weights."""
 
 import errno
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,16 +14,17 @@ from libra.errors import DataError
 from libra.storage.atomic import atomic_write
 from libra.storage.content import read_content
 from libra.storage.digest import hash_bytes, hash_file
-from libra.storage.receipt import are_settled, receipt_for, stamps_of
+from libra.storage.receipt import are_settled, digest_of, receipt_for, stamps_of
 from libra.storage.safetensors import model_tensors
 from libra.weights.manifest import FORMAT, MANIFEST_NAME, FileEntry, WeightsManifest
-from libra.wire.instance import WeightsReceipt
+from libra.wire.instance import FileStamp, WeightsReceipt
 
 MAX_READERS: Final = 4
 """Files read at once by one check: as much as one host's memory is worth."""
 
 
-_NOT_SEEN: Final = frozenset({errno.ENOENT, errno.ESTALE})
+NOT_SEEN: Final = frozenset({errno.ENOENT, errno.ESTALE})
+"""What a host says of a shared disk that it has not looked at again."""
 
 
 class NotVisibleYetError(DataError):
@@ -40,17 +42,39 @@ def read_manifest(directory: Path) -> tuple[WeightsManifest, str]:
     """Read the manifest of `directory`, and hash it. Raises DataError when there is none to use."""
     path = directory / MANIFEST_NAME
     try:
+        # A pipe of that name would be waited for without end.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise DataError(f"{path} is no regular file")
         content = path.read_bytes()
     except OSError as error:
-        kind = NotVisibleYetError if error.errno in _NOT_SEEN else DataError
+        kind = NotVisibleYetError if error.errno in NOT_SEEN else DataError
         raise kind(f"{path}: {error.strerror}; these weights are not complete") from error
     try:
         manifest = msgspec.json.decode(content, type=WeightsManifest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise DataError(f"{path}: broken manifest: {error}") from error
     if manifest.format != FORMAT:
         raise DataError(f"{path}: format {manifest.format}; this version of Libra reads {FORMAT}")
     return manifest, hash_bytes(content)
+
+
+def read_announced(directory: Path, manifest_hash: str) -> WeightsManifest:
+    """Read the manifest that was announced with its hash.
+
+    Another one is not an error but an old sight of the disk: an earlier attempt wrote it under the
+    same name. Raises DataError, NotVisibleYetError when time may put it right.
+    """
+    manifest, found = read_manifest(directory)
+    if found != manifest_hash:
+        raise NotVisibleYetError(
+            f"{directory}: the manifest hash is {found}, announced was {manifest_hash}"
+        )
+    return manifest
+
+
+def verify_announced(directory: Path, manifest_hash: str) -> WeightsReceipt | None:
+    """`verify_weights` with the manifest that was announced. Raises as it does."""
+    return verify_weights(directory, read_announced(directory, manifest_hash))
 
 
 def verify_weights(directory: Path, manifest: WeightsManifest) -> WeightsReceipt | None:
@@ -63,6 +87,17 @@ def verify_weights(directory: Path, manifest: WeightsManifest) -> WeightsReceipt
     Raises DataError that says what is wrong, NotVisibleYetError when time may put it right. Reads
     all files: call it off the event loop.
     """
+    stamps, are_trusted = verify_and_stamp(directory, manifest)
+    return receipt_for(stamps) if are_trusted else None
+
+
+def verify_and_stamp(
+    directory: Path, manifest: WeightsManifest
+) -> tuple[tuple[FileStamp, ...], bool]:
+    """`verify_weights`, and the stamps of the files as they were checked.
+
+    False: the files are so new that a change of them just before need not have shown.
+    """
     verify_structure(directory, manifest)
     names = names_in(manifest)
     with _mapped(directory):
@@ -72,7 +107,29 @@ def verify_weights(directory: Path, manifest: WeightsManifest) -> WeightsReceipt
         after = stamps_of(directory, names)
     if after != before:
         raise DataError(f"{directory}: was changed while it was checked")
-    return receipt_for(after) if are_trusted else None
+    return after, are_trusted
+
+
+def why_not_as_verified(directory: Path, manifest_hash: str | None, digest: str) -> str:
+    """Why what lies there is no longer what was verified; empty when it is.
+
+    `digest` is that of its stamps (`libra.storage.receipt.digest_of`).
+    """
+    try:
+        manifest, found = read_manifest(directory)
+        stamps = stamps_of(directory, names_in(manifest))
+    except (DataError, OSError) as error:
+        return f"{directory} cannot be read any more: {error}"
+    is_same = found == manifest_hash and digest_of(stamps) == digest
+    return "" if is_same else f"{directory} was changed while it was loaded"
+
+
+def is_as_stamped(directory: Path, names: Iterable[str], stamps: tuple[FileStamp, ...]) -> bool:
+    """Whether the files named are still those that have these stamps."""
+    try:
+        return stamps_of(directory, names) == stamps
+    except OSError:
+        return False
 
 
 def names_in(manifest: WeightsManifest) -> tuple[str, ...]:
@@ -137,7 +194,7 @@ def _mapped(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        kind = NotVisibleYetError if error.errno in _NOT_SEEN else DataError
+        kind = NotVisibleYetError if error.errno in NOT_SEEN else DataError
         raise kind(f"{directory}: cannot be read: {error}") from error
 
 
@@ -168,9 +225,11 @@ def _find_lack(directory: Path, files: tuple[FileEntry, ...]) -> str:
 
 def _find_wrong_sizes(directory: Path, files: tuple[FileEntry, ...]) -> str:
     for entry in files:
-        num_bytes = (directory / entry.name).stat().st_size
-        if num_bytes != entry.num_bytes:
-            return f"{entry.name} has {num_bytes} bytes instead of {entry.num_bytes}"
+        found = (directory / entry.name).stat()
+        if not stat.S_ISREG(found.st_mode):
+            return f"{entry.name} is no regular file"
+        if found.st_size != entry.num_bytes:
+            return f"{entry.name} has {found.st_size} bytes instead of {entry.num_bytes}"
     return ""
 
 

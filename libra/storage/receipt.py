@@ -10,7 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from libra import clock
+from libra.storage.digest import hash_bytes
 from libra.wire.instance import FileStamp, WeightsReceipt
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -25,6 +28,11 @@ def stamps_of(directory: Path, names: Iterable[str]) -> tuple[FileStamp, ...]:
         FileStamp(name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_ctime_ns)
         for name, stat in found
     )
+
+
+def digest_of(stamps: tuple[FileStamp, ...]) -> str:
+    """A short name of these stamps."""
+    return hash_bytes(msgspec.msgpack.encode(stamps))
 
 
 def are_settled(stamps: Iterable[FileStamp]) -> bool:

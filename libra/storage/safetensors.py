@@ -68,7 +68,7 @@ def read_header(path: Path) -> SafetensorsHeader:
         spans = {
             name: msgspec.json.decode(value, type=TensorSpan) for name, value in objects.items()
         }
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise DataError(f"{path}: broken safetensors header: {error}") from error
     _check_spans(path, spans, num_data_bytes=num_bytes - LENGTH_BYTES - header_bytes)
     return SafetensorsHeader(spans, LENGTH_BYTES + header_bytes)

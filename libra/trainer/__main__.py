@@ -17,7 +17,7 @@ from libra.config.run import RunConfig
 from libra.errors import LibraError
 from libra.ids import RunId
 from libra.tracing.span import SpanWriter, trace_path
-from libra.trainer.identity import RankIdentity, hello
+from libra.trainer.identity import LOOPBACK, RankIdentity, hello
 from libra.trainer.layout import coordinates, parallel_sizes
 from libra.trainer.link import Link
 from libra.trainer.rank_lines import mark_output
@@ -62,6 +62,7 @@ def _run(
         attempt=int(environment["LIBRA_ATTEMPT"]),
         sizes=sizes,
         at=at,
+        host=environment.get("LIBRA_RANK_0_HOST", LOOPBACK),
     )
     link.send_output(hello(identity, world_size=world_size))
     if config.control.device == "cpu":

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from libra import clock
 from libra.errors import DataError, InvariantError, SiteError
+from libra.storage.arrival import check_written, until_visible
 from libra.storage.atomic import partial_sibling, publish_directory
 from libra.storage.checkpoints import (
     CHECKPOINT_FORMAT,
@@ -23,6 +24,7 @@ from libra.storage.checkpoints import (
     write_checkpoint_manifest,
 )
 from libra.storage.digest import file_entry
+from libra.storage.manifests import NotVisibleYetError
 from libra.trainer.assembly import Trainer
 from libra.trainer.backend import StagedState
 from libra.trainer.world import World, barrier
@@ -66,7 +68,7 @@ class StagedCheckpoint:
             if everything is None:
                 return None
             self._complete(everything)
-        except OSError as error:
+        except (OSError, NotVisibleYetError) as error:
             raise SiteError(f"checkpoint of step {self._command.step}: {error}") from error
         return CheckpointSaved(
             step=self._command.step,
@@ -115,6 +117,8 @@ def stage_checkpoint(trainer: Trainer, command: SaveCheckpoint) -> StagedCheckpo
     except OSError as error:
         raise SiteError(f"checkpoint of step {command.step}: {error}") from error
     barrier(trainer.world)
+    # Rank 0 has made it, perhaps on another host.
+    until_visible(lambda: check_written(partial, {}))
     state = trainer.backend.stage(partial)
     trainer.learner.beat("checkpoint")
     return StagedCheckpoint(command, trainer.world, state, _manifest(trainer), began_at=began_at)
@@ -125,10 +129,11 @@ def restore_checkpoint(trainer: Trainer, directory: Path) -> None:
 
     Raises DataError when the checkpoint is damaged, of another model, or of another reference.
     """
-    manifest = read_checkpoint_manifest(directory)
+    manifest = until_visible(lambda: read_checkpoint_manifest(directory))
     _refuse_stranger(trainer, directory, manifest)
     # Every rank reads the sizes; the bytes are hashed once.
-    verify_checkpoint(directory, manifest, with_hashes=trainer.world.at.rank == 0)
+    hashes = trainer.world.at.rank == 0
+    until_visible(lambda: verify_checkpoint(directory, manifest, with_hashes=hashes))
     trainer.backend.restore(directory)
     progress = trainer.learner.progress
     progress.step = manifest.step
@@ -143,9 +148,9 @@ def restore_weights(trainer: Trainer, directory: Path) -> int:
     Any layout and optimizer may have written it. Raises DataError when it is damaged or of another
     model or backend.
     """
-    manifest = read_checkpoint_manifest(directory)
+    manifest = until_visible(lambda: read_checkpoint_manifest(directory))
     _refuse_other_model(trainer, directory, manifest)
-    verify_checkpoint(directory, manifest)
+    until_visible(lambda: verify_checkpoint(directory, manifest))
     trainer.backend.restore_weights(directory)
     return manifest.step
 

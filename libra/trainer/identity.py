@@ -2,12 +2,15 @@
 
 import os
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from libra.ids import RunId
 from libra.trainer.layout import Coordinates, ParallelSizes
 from libra.wire.rank import Hello
+
+LOOPBACK: Final = "127.0.0.1"
 
 
 class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,6 +20,8 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     sizes: ParallelSizes
     at: Coordinates
+    host: str = LOOPBACK
+    """Where servers reach rank 0, which sends them weights."""
 
 
 def hello(identity: RankIdentity, *, world_size: int) -> Hello:

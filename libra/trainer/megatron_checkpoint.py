@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from libra.storage.arrival import check_written, until_visible
 from libra.trainer import optimizer_gather
 from libra.trainer.optimizer import torch_optimizers
 
@@ -58,10 +59,23 @@ class StagedState:
         return results
 
     def finish(self, results: list[list[Any]]) -> None:
-        """On rank 0, when every rank has written: the index over all ranks' files."""
+        """On rank 0, when every rank has written: the index over all ranks' files.
+
+        Raises NotVisibleYetError when files of ranks on other hosts do not come into sight.
+        """
+        until_visible(lambda: check_written(self._directory, _ends(results)))
         self._writer.finish(self._metadata, results)
         strategy = TorchDistSaveShardedStrategy()
         save_config(CheckpointingConfig(strategy.backend, strategy.version), str(self._directory))
+
+
+def _ends(results: list[list[Any]]) -> dict[str, int]:
+    """Where the last byte of every file lies that the ranks say they have written."""
+    end_of: dict[str, int] = {}
+    for written in (result.storage_data for of_rank in results for result in of_rank):
+        end = written.offset + written.length
+        end_of[written.relative_path] = max(end_of.get(written.relative_path, 0), end)
+    return end_of
 
 
 def stage(model: Any, optimizer: Any, directory: Path) -> StagedState:

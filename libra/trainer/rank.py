@@ -82,7 +82,7 @@ def run_rank(
     )
     link.send(ready)
     behind = BackgroundWork(on_error=link.interrupt)
-    transfers = Transfers(trainer, abort_reason=link.abort_reason)
+    transfers = Transfers(trainer, abort_reason=link.abort_reason, host=identity.host)
     judging = (config, identity, link, transfers, spans)
     Thread(target=_judge_acks, args=judging, daemon=True).start()
     while not isinstance(command := _next(link, spans), Shutdown):

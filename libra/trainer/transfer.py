@@ -40,8 +40,12 @@ class Sent(msgspec.Struct, frozen=True):
 class Transfers:
     """One rank's part in transfers. `abort_reason` says why a group is to be given up."""
 
-    def __init__(self, trainer: Trainer, *, abort_reason: Callable[[str], str | None]) -> None:
+    def __init__(
+        self, trainer: Trainer, *, abort_reason: Callable[[str], str | None], host: str
+    ) -> None:
+        """`host` is where rank 0 listens."""
         self._trainer = trainer
+        self._host = host
         self._abort_reason = abort_reason
         self._beat = partial(trainer.learner.beat, "transfer")
         self._sender: Sender | None = None
@@ -75,7 +79,10 @@ class Transfers:
         self._probe = probe
         if self._sender is None:
             self._sender = Sender(
-                trainer.world.device, beat=self._beat, abort_reason=self._abort_reason
+                trainer.world.device,
+                beat=self._beat,
+                abort_reason=self._abort_reason,
+                host=self._host,
             )
         dtype = SAFETENSORS_DTYPE[trainer.backend.export_dtype]
         return WeightsOffered(

@@ -38,14 +38,15 @@ Beat = Callable[[], None]
 """Called while waiting, several times a second."""
 
 
-def open_store() -> tuple[Any, int]:
-    """Listen on loopback with a store; returns it and its port."""
+def open_store(host: str = LOOPBACK) -> tuple[Any, int]:
+    """Listen with a store on `host`, a name or address of this machine; returns it and its port."""
     # Bound here and handed over, so that the port is ours before anybody is told its number, and
-    # nobody from outside can reach it.
-    listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+    # on this address alone: on loopback nobody from outside can reach it.
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((host, 0), family=family, backlog=1024)
     port = listener.getsockname()[1]
     store = dist.TCPStore(
-        LOOPBACK,
+        host,
         port,
         is_master=True,
         wait_for_workers=False,
@@ -65,6 +66,20 @@ def connect_store(host: str, port: int) -> Any:
         raise TransferAbortedError(
             f"the trainer's store does not answer: {_first(error)}"
         ) from error
+
+
+def own_address(host: str, port: int) -> str:
+    """The address of this machine from which `host` is reached. Raises TransferAbortedError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
+            0
+        ]
+        with socket.socket(family, kind, protocol) as probe:
+            # The kernel looks up the way; nothing is sent.
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise TransferAbortedError(f"no way to the trainer at {host}: {error}") from error
 
 
 class Signals:
@@ -165,6 +180,8 @@ class Place(NamedTuple):
     rank: int
     world_size: int
     device: torch.device
+    host: str = LOOPBACK
+    """Where this member's gloo listens; NCCL finds its interfaces itself."""
 
 
 def join(signals: Signals, place: Place, *, timeout_s: float, stall_s: float, beat: Beat) -> Group:
@@ -214,7 +231,7 @@ def _connected(signals: Signals, place: Place, *, stall_s: float, beat: Beat) ->
 
 def _gloo(store: Any, place: Place, stall_s: float) -> Any:
     options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - the only way to choose the interface
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]  # noqa: SLF001
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=place.host)]  # noqa: SLF001
     options._timeout = timedelta(seconds=stall_s)  # noqa: SLF001
     options._threads = 1  # noqa: SLF001 - broadcasts are one after another
     return dist.ProcessGroupGloo(store, place.rank, place.world_size, options)

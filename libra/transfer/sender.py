@@ -24,14 +24,22 @@ class Sender:
     """Keeps its group from one transfer to the next until another one is asked for."""
 
     def __init__(
-        self, device: torch.device, *, beat: Beat, abort_reason: Callable[[str], str | None]
+        self,
+        device: torch.device,
+        *,
+        beat: Beat,
+        abort_reason: Callable[[str], str | None],
+        host: str = LOOPBACK,
     ) -> None:
-        """`beat` is called while waiting; `abort_reason` says why a group is to be given up."""
+        """`beat` is called while waiting; `abort_reason` says why a group is to be given up.
+
+        `host` is where the servers reach this machine.
+        """
         self._device = device
         self._beat = beat
         self._abort_reason = abort_reason
-        self._store, self.port = open_store()
-        self.host = LOOPBACK
+        self._store, self.port = open_store(host)
+        self.host = host
         self._group: Group | None = None
         self._group_id = ""
 
@@ -91,7 +99,7 @@ class Sender:
             self._group_id = transfer.group_id
             self._group = join(
                 signals,
-                Place(0, transfer.world_size, self._device),
+                Place(0, transfer.world_size, self._device, self.host),
                 timeout_s=transfer.timeout_s,
                 stall_s=transfer.stall_s,
                 beat=partial(self._look, transfer.group_id),

@@ -14,16 +14,18 @@ Identity is run id, nonce, instance and incarnation: anything else is refused an
 Pure: events in, commands out, time as an argument.
 """
 
-from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
 from libra.config.weights import ReloadMethod, ReloadStrategy
 from libra.ids import Incarnation, InstanceId, NodeRank, PolicyVersion
 from libra.weights.judge import ack_problems
-from libra.wire.instance import ReloadAck, ReloadRequest
+from libra.wire.instance import ReloadAck, ReloadRequest, WeightsReceipt
 from libra.wire.rank import AcksJudged
+
+EMPTY: Final[Mapping[NodeRank, WeightsReceipt]] = {}
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -89,7 +91,7 @@ REASON_TO_REFUSE: dict[MemberState, str] = {
 class ReloadBatch:
     """The state machine of one batch; a new try is a new batch with another nonce."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a batch is made of
         self,
         request: ReloadRequest,
         members: Sequence[Member],
@@ -98,8 +100,11 @@ class ReloadBatch:
         strategy: ReloadStrategy,
         ack_timeout_s: float,
         min_rollout_gpus: int,
+        receipt_of: Mapping[NodeRank, WeightsReceipt] = EMPTY,
     ) -> None:
+        """`receipt_of` has the nodes where every byte was read; `request` says if there are any."""
         self.request = request
+        self._receipt_of = receipt_of
         self._method = method
         self._strategy = strategy
         self._ack_timeout_s = ack_timeout_s
@@ -159,7 +164,7 @@ class ReloadBatch:
             return (RefuseAck(ack, reason),)
         instance = ack.instance_id
         del self._deadline_of[instance]
-        problems = ack_problems(self.request, ack)
+        problems = ack_problems(self._request_for(self._members[instance]), ack)
         if problems:
             return (self._quarantine(instance, "; ".join(problems)), *self._advance(now))
         self._state_of[instance] = "acked"
@@ -286,7 +291,14 @@ class ReloadBatch:
         del self._waiting[member.instance_id]
         self._state_of[member.instance_id] = "asked"
         self._deadline_of[member.instance_id] = now + self._ack_timeout_s
-        return SendReload(member, self.request)
+        return SendReload(member, self._request_for(member))
+
+    def _request_for(self, member: Member) -> ReloadRequest:
+        """With the receipt of its node: what was read elsewhere says nothing about its disk."""
+        receipt = self._receipt_of.get(member.node)
+        if receipt == self.request.receipt:
+            return self.request
+        return msgspec.structs.replace(self.request, receipt=receipt)
 
     def _conclude(self) -> CommitVersion | FailBatch:
         version = self.request.policy_version

@@ -118,6 +118,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds in this state; None for the leader, which is there as long as its run."""
 
     detail: str
+    num_samples: int = 0
+    """Trajectories that it has to make, those that are being made included."""
 
 
 class StatusSnapshot(msgspec.Struct, frozen=True, kw_only=True):

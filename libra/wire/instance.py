@@ -96,7 +96,10 @@ class WeightsTransfer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReloadRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Bring one server to `policy_version`. The same request goes to every instance of a batch."""
+    """Bring one server to `policy_version`.
+
+    The same request goes to every instance of a batch, with the receipt of its own node.
+    """
 
     run_id: RunId
     policy_version: PolicyVersion

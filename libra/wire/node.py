@@ -11,6 +11,8 @@ from typing import Final, TypeAlias
 import msgspec
 
 from libra.ids import ChildId, Incarnation, NodeRank, RunId
+from libra.wire.instance import WeightsReceipt
+from libra.wire.node_rollouts import RolloutOrder, RolloutWord
 from libra.wire.rank import Hello as RankHello
 
 NODE_PATH: Final = "/v1/node"
@@ -191,6 +193,21 @@ class FreePort(msgspec.Struct, frozen=True, tag=True):
     port: int
 
 
+class LookAtDevices(msgspec.Struct, frozen=True, tag=True):
+    """How much memory of the devices behind these slots is in use. DevicesSeen or Failed."""
+
+    call: int
+    slots: tuple[int, ...]
+
+
+class ReadWeights(msgspec.Struct, frozen=True, tag=True):
+    """Read every byte of a published version and compare it. WeightsRead or Failed."""
+
+    call: int
+    directory: str
+    manifest_hash: str
+
+
 class ToRank(msgspec.Struct, frozen=True, tag=True):
     """The next bytes for a rank's control socket."""
 
@@ -222,9 +239,12 @@ NodeCommand: TypeAlias = (
     | Tail
     | HoldPort
     | FreePort
+    | LookAtDevices
+    | ReadWeights
     | ToRank
     | DropRank
     | Leave
+    | RolloutOrder
 )
 
 
@@ -266,7 +286,32 @@ class PortHeld(msgspec.Struct, frozen=True, tag=True):
     port: int
 
 
-NodeReply: TypeAlias = Started | Failed | TreeGone | Lines | PortHeld
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one device, at one moment."""
+
+    device: str
+    used_bytes: int
+    total_bytes: int
+    pids: tuple[int, ...]
+    """Who holds it, as far as the driver tells; inside a container often nobody or foreign pids."""
+
+
+class DevicesSeen(msgspec.Struct, frozen=True, tag=True):
+    call: int
+    devices: tuple[DeviceMemory, ...]
+    """Of the slots, but for devices that other slots stand for too."""
+
+    why_blind: str
+    """Why the driver does not tell; empty when it does."""
+
+
+class WeightsRead(msgspec.Struct, frozen=True, tag=True):
+    call: int
+    receipt: WeightsReceipt | None
+    """None where the file system allows none."""
+
+
+NodeReply: TypeAlias = Started | Failed | TreeGone | Lines | PortHeld | DevicesSeen | WeightsRead
 
 
 class ProcessEnded(msgspec.Struct, frozen=True, tag=True):
@@ -308,4 +353,6 @@ class StopAsked(msgspec.Struct, frozen=True, tag=True):
     in_hurry: bool
 
 
-NodeEvent: TypeAlias = NodeReply | ProcessEnded | RankLinked | FromRank | RankUnlinked | StopAsked
+NodeEvent: TypeAlias = (
+    NodeReply | ProcessEnded | RankLinked | FromRank | RankUnlinked | StopAsked | RolloutWord
+)

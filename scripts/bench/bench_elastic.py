@@ -1,26 +1,41 @@
 #!/usr/bin/env python3
-"""What following a drifting load is worth, on virtual time, as JSON.
+"""What following a drifting load is worth, and what a change of the plan takes, as JSON.
 
     scripts/bench/bench_elastic.py --simulate [--seeds 1,2,3] [--steps-per-phase 40]
+    scripts/bench/bench_elastic.py --measure [--device cuda] [--shape 0.5b] [--turns 3]
+                                   [--keep DIR] [-o KEY=VALUE]...
 
-Each scenario is a load on eight GPUs that jumps, ramps or stays. `regret` is the total of the
-elastic run over that of the best plan that is kept, chosen in hindsight among all splits;
-`regret_of_each` over the best plan of each phase, changed at once and for nothing. Both are to stay
-below 0.1, and `switches` not above `real_changes`.
+`--simulate`, on virtual time: each scenario is a load on eight GPUs that jumps, ramps or stays.
+`regret` is the total of the elastic run over that of the best plan that is kept, chosen in
+hindsight among all splits; `regret_of_each` over the best plan of each phase, changed at once and
+for nothing. Both are to stay below 0.1, and `switches` not above `real_changes`.
+
+`--measure`, a real run with vLLM and Megatron: the quickstart's model and prompts on one core and
+two servers. An operator's orders take it through a turn: a server leaves and joins, its slot goes
+to a hybrid replica and back, the core grows, is cut otherwise and shrinks. Medians over turns of
+the switch, its phases and stages, how long the trainer was held, and what the steps with the change
+in them took beyond those before it. `--device cuda` takes two GPUs: the core has the first, both
+servers share the second, since while nothing serves there is nothing to train on.
 """
 
 import argparse
 import json
+import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from statistics import mean
 from time import process_time
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/gpu")]
 
-from libra.config.load import load_config  # noqa: E402 - after the path is set
+from elastic_job import Job, medians  # noqa: E402 - after the path is set
+from main_job import make_model  # noqa: E402
+
+from libra.config.load import load_config  # noqa: E402
 from libra.simulate.drift import DriftingLengths, Phase  # noqa: E402
 from libra.simulate.elastic import DriftComparison, compare_drift  # noqa: E402
 
@@ -41,16 +56,63 @@ SCENARIOS: dict[str, tuple[list[dict[str, Any]], int]] = {
 def main() -> None:
     """Run what was asked for and print one JSON document."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--simulate", action="store_true", required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--simulate", action="store_true")
+    what.add_argument("--measure", action="store_true")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps-per-phase", type=int, default=40)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shape", choices=("tiny", "0.5b", "1.8b"), default="tiny")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--keep", type=Path, help="an empty directory for the run, which stays")
+    parser.add_argument("-o", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
+    if options.measure:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(measured(options, options.keep or Path(folder)), indent=2))
+        return
     seeds = [int(seed) for seed in options.seeds.split(",")]
     found = {
         name: scenario(phases, ramp, seeds, options.steps_per_phase)
         for name, (phases, ramp) in SCENARIOS.items()
     }
     print(json.dumps({"steps_per_phase": options.steps_per_phase, "scenarios": found}, indent=2))
+
+
+def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """A real run, taken through its turns."""
+    quickstart = folder / "quickstart"
+    subprocess.run([sys.executable, ROOT / "scripts/make_quickstart.py", quickstart], check=True)
+    model = quickstart / "model"
+    if options.shape != "tiny":
+        model = make_model(folder / "model", model, options.shape)
+    given = list(options.overrides)
+    if options.device == "cuda":
+        first, second = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
+        # By slot: the servers come first. Each process has a part of the second device.
+        os.environ["CUDA_VISIBLE_DEVICES"] = f"{second},{second},{first}"
+        given = ["train_dtype=bfloat16", "gpu_memory_utilization=0.25", *given]
+    job = Job(
+        folder,
+        model=model,
+        tokenizer=quickstart / "model",
+        data=quickstart / "train.jsonl",
+        options=[f"device={options.device}", *given],
+    )
+    try:
+        turns = job.measure(num_turns=options.turns)
+    finally:
+        job.end()
+    return {
+        "device": options.device,
+        "shape": options.shape,
+        "turns": options.turns,
+        "options": given,
+        "changes": {name: medians(found) for name, found in turns.items()},
+        "switch_s_of_turns": {
+            name: [round(it["switch_s"], 2) for it in found] for name, found in turns.items()
+        },
+    }
 
 
 def scenario(

@@ -6,8 +6,10 @@
 The protocol and the sockets are real; the followers' children are fake. All followers are one other
 process. Each has eight ranks that say one thing a second, as a rank between two micro-batches
 does, and is told 1 KB a second; the leader has a round trip with every one of them each second.
-Then a part of the followers dies without a word, as with their machines: measured is the time
-until the leader says that they are lost, which is when it may use what is left.
+Then versions are published to a fake server on every follower (`nodes_bed`), from the trainer's
+word that one is written to the commit. Then a part of the followers dies without a word, as with
+their machines: measured is the time until the leader says that they are lost, until their servers
+are out of routing, and until trajectories are asked for anew with what is left.
 """
 
 # ruff: noqa: S311 - made-up load needs no secrets
@@ -18,6 +20,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -25,12 +28,13 @@ from time import process_time
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "supervisor")]
+sys.path[:0] = [str(ROOT), str(ROOT / "supervisor"), str(ROOT / "tests/support")]
 
 import anyio  # noqa: E402 - after the path is set
 import anyio.abc  # noqa: E402
 import msgspec  # noqa: E402
 import structlog  # noqa: E402
+from nodes_bed import HOST, FakeServer, clients_of, losses, publications  # noqa: E402
 
 from libra import clock  # noqa: E402
 from libra.ids import ChildId, Incarnation, NodeRank, RunId  # noqa: E402
@@ -47,7 +51,6 @@ from libra_supervisor.nodes.session import KeepLimits  # noqa: E402
 from libra_supervisor.nodes.transport import dialled, node_listener  # noqa: E402
 
 TOKEN = "a token of the benchmark"  # noqa: S105 - nobody else listens
-HOST = "127.0.0.1"
 NUM_RANKS = 8
 TOLD_BYTES = 1024
 JOIN_S = 120.0
@@ -58,6 +61,9 @@ class FakeHands:
 
     end: FollowerEnd
 
+    def __init__(self, server: FakeServer) -> None:
+        self._server = server
+
     def children(self) -> tuple[ChildId, ...]:
         return ()
 
@@ -65,8 +71,15 @@ class FakeHands:
         pass
 
     async def obey(self, command: NodeCommand) -> None:
-        if isinstance(command, wire.Tail):
-            self.end.say(wire.Lines(command.call, ()))
+        match command:
+            case wire.Tail(call):
+                self.end.say(wire.Lines(call, ()))
+            case wire.HoldPort(call):
+                self.end.say(wire.PortHeld(call, self._server.port))
+            case wire.ReadWeights(call):
+                self.end.say(wire.WeightsRead(call, None))
+            case _:
+                pass
 
     async def let_go(self, reason: str) -> None:
         pass
@@ -81,7 +94,8 @@ async def one_follower(number: int, port: int, lease_s: float) -> None:
         host="h", boot_id=str(number), pid=1, start_ticks=1, dial=0,
     )  # fmt: skip
     terms = LeaseTerms(lease_s=lease_s, orphan_grace_s=0.0)
-    hands = FakeHands()
+    server = FakeServer(number)
+    hands = FakeHands(server)
     side = Allegiance(about, terms, KeepLimits(), now=clock.now())
     hands.end = FollowerEnd(
         side, hands, dial=lambda: dialled(HOST, port, token=TOKEN), rng=Random(number)
@@ -95,6 +109,7 @@ async def one_follower(number: int, port: int, lease_s: float) -> None:
             hands.end.say(wire.FromRank(1, beat))
 
     async with anyio.create_task_group() as tasks:
+        tasks.start_soon(server.run)
         tasks.start_soon(speak)
         await hands.end.run()
 
@@ -122,7 +137,7 @@ class Leader:
         }
         self.num_events = 0
         self.num_told = 0
-        self.lost_at: list[float] = []
+        self.lost_at: dict[NodeRank, float] = {}
         self.round_trips: list[float] = []
 
     async def post(self, event: ClusterEvent) -> None:
@@ -133,7 +148,7 @@ class Leader:
             case NodeJoined(node):
                 self.nodes[node].on_joined(())
             case NodeLost(node, reason):
-                self.lost_at.append(clock.now())
+                self.lost_at[node] = clock.now()
                 self.nodes[node].on_lost(reason)
             case _:
                 pass
@@ -167,7 +182,16 @@ async def measured(count: int, seconds: float, lease_s: float) -> dict[str, Any]
                 tasks.start_soon(leader.end.run)
                 await until_joined(leader)
                 result = await under_load(leader, seconds, tasks)
-                result |= await without(leader, doomed, num_doomed)
+                async with AsyncExitStack() as stack:
+                    clients = await clients_of(leader.nodes, stack)
+                    result |= await publications(leader.nodes, clients)
+
+                    def kill() -> list[NodeRank]:
+                        leader.lost_at.clear()
+                        doomed.kill()
+                        return [NodeRank(rank) for rank in range(1, num_doomed + 1)]
+
+                    result |= await losses(leader.nodes, clients, kill, leader.lost_at)
                 tasks.cancel_scope.cancel()
         finally:
             for process in (doomed, others):
@@ -208,22 +232,6 @@ async def talk_to_until_lost(leader: Leader, node: RemoteNode, rng: Random) -> N
     except Exception as error:
         if node.is_member:
             raise RuntimeError(f"a member does not answer: {error}") from error
-
-
-async def without(
-    leader: Leader, doomed: "subprocess.Popen[bytes]", num_doomed: int
-) -> dict[str, Any]:
-    """Kill a part of the followers; how long until the leader says so."""
-    leader.lost_at.clear()
-    doomed.kill()
-    died_at = clock.now()
-    while len(leader.lost_at) < num_doomed:
-        await clock.sleep(0.05)
-    return {
-        "num_killed": num_doomed,
-        "death_to_lost_s_min": round(min(leader.lost_at) - died_at, 2),
-        "death_to_lost_s_max": round(max(leader.lost_at) - died_at, 2),
-    }
 
 
 def main() -> int:

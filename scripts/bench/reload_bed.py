@@ -5,21 +5,24 @@ The trainer publishes the version it is asked for, as files or by transfer, and 
 decides.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from time import process_time
 from typing import Protocol
 
 import anyio
+import anyio.to_thread
 import msgspec
+from anyio.abc import TaskGroup  # noqa: TC002 - one list of imports
 
 from control_world import METRICS, ListCursor, still_plans, trajectory
+from libra import clock
 from libra.config.algorithm import AlgorithmConfig
 from libra.config.weights import WeightsConfig
-from libra.ids import InstanceId, PolicyVersion, RunId
+from libra.ids import InstanceId, NodeRank, PolicyVersion, RunId
 from libra.planner.plan import Plan, TrainPlacement
-from libra.pools.pool import RolloutPool
+from libra.pools.pool import EMPTY, RolloutPool
 from libra.rollouts.accounts import BufferLimits
 from libra.rollouts.batch import BatchShape
 from libra.rollouts.evaluation import EvaluationTerms
@@ -60,7 +63,7 @@ from libra_supervisor.loop.publication import Publication, Terms
 from libra_supervisor.loop.rollout_desk import RolloutDesk
 from libra_supervisor.loop.run import run_loop, tick
 from libra_supervisor.loop.run_state import Policy
-from libra_supervisor.ports import Engines
+from libra_supervisor.ports import Engines, Readers, Rollouts, Routing
 from libra_supervisor.records.reload import ReloadRecord
 from libra_supervisor.records.writer import RecordsWriter
 from libra_supervisor.run_directory import RunDirectory
@@ -88,6 +91,9 @@ class Batch(msgspec.Struct, frozen=True):
     record: ReloadRecord
     cpu_s: float
     """From the first request to the committed record, all threads."""
+
+    since_export_s: float
+    """From the announcement of the written version to the committed record."""
 
 
 class NoReplicas:
@@ -119,7 +125,7 @@ class NoPlans:
 class Bed:
     """`post` is where the engines' own events go; `run` ends after `num_batches` versions."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a run is made of
         self,
         root: Path,
         weights: WeightsConfig,
@@ -128,8 +134,16 @@ class Bed:
         *,
         num_batches: int,
         transfers: Transferring | None = None,
+        node_of: Mapping[InstanceId, NodeRank] = EMPTY,
+        readers: Readers | None = None,
+        min_rollout_gpus: int | None = None,
     ) -> None:
+        """`min_rollout_gpus` is all of them when it is not said."""
         self.transfers = transfers
+        self.readers = readers
+        self.rollouts: Callable[[TaskGroup], Rollouts] = lambda tasks: PlayedRollouts(self, tasks)
+        self.routing: Routing = NoRouting()
+        self.exported_at = 0.0
         self.directory = RunDirectory(root)
         self.directory.create()
         self.inbox: Inbox[Event] = Inbox()
@@ -146,8 +160,8 @@ class Bed:
             max_head_offpolicyness=0,
             last_step=num_batches - 1,
         )
-        num_gpus = sum(size for _, size in instances)
-        pool = RolloutPool(instances, now=anyio.current_time())
+        num_gpus = min_rollout_gpus or sum(size for _, size in instances)
+        pool = RolloutPool(instances, now=anyio.current_time(), node_of=node_of)
         self.control = Control(
             cycle_machine=Cycle(
                 Limits(total_steps=num_batches - 1, sync_interval=1, save_interval=0)
@@ -193,9 +207,10 @@ class Bed:
                     trainer=NoPlans(),
                     plans=NoPlans(),
                     engines=engines,
-                    rollouts=PlayedRollouts(self, tasks),
+                    readers=self.readers,
+                    rollouts=self.rollouts(tasks),
                     evaluations=PlayedRollouts(self, tasks),
-                    routing=NoRouting(),
+                    routing=self.routing,
                     records=RecordsWriter(self.directory),
                     judge=lambda command: lambda: command.record,
                     judge_probe=lambda metrics: metrics,
@@ -229,7 +244,8 @@ class Bed:
             if self._began_cpu_s is None:
                 self._began_cpu_s = process_time()
         elif isinstance(command, WriteReload) and self._began_cpu_s is not None:
-            self.batches.append(Batch(command.record, process_time() - self._began_cpu_s))
+            cpu_s = process_time() - self._began_cpu_s
+            self.batches.append(Batch(command.record, cpu_s, clock.now() - self.exported_at))
             self._began_cpu_s = None
         executor.execute(command)
 
@@ -259,6 +275,7 @@ class PlayedRanks:
         match command:
             case ExportWeights():
                 manifest_hash = await anyio.to_thread.run_sync(self._bed.publish, command)
+                self._bed.exported_at = clock.now()
                 said = WeightsExported(
                     command.policy_version,
                     command.directory,

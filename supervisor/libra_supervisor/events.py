@@ -250,8 +250,9 @@ class ExportChecked(msgspec.Struct, frozen=True, tag=True):
     """As announced: tells the export of an earlier attempt apart."""
 
     error: str
-    receipt: WeightsReceipt | None = None
-    """For the servers on this host; None after an error, or where the file system allows none."""
+    receipt_of: dict[NodeRank, WeightsReceipt] = {}
+    """For the servers on each node; lacks those where the check did not end well, or where the file
+    system allows none."""
 
 
 class ReloadAnswered(msgspec.Struct, frozen=True, tag=True):

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from libra.ids import GroupId, Incarnation, InstanceId, ReplicaId
+from libra.ids import GroupId, Incarnation, InstanceId, NodeRank, ReplicaId
 from libra.planner.plan import HybridPlacement, InstancePlacement, TrainPlacement
 from libra.rollouts.group import AdmittedGroup
-from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest
+from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest, WeightsReceipt
 from libra.wire.rank import MiniBatch, RankCommand, TrainStep
 
 Shards: TypeAlias = Sequence[tuple[MiniBatch, ...]]
@@ -46,6 +46,18 @@ class Trainers(Protocol):
 
     def reshape(self, placement: TrainPlacement) -> None:
         """End the gang and start another attempt as `placement`, at no cost to its budget."""
+
+
+class Readers(Protocol):
+    """Whoever reads published weights on the other nodes, so that each of them does it once."""
+
+    async def read_weights(
+        self, node: NodeRank, directory: str, manifest_hash: str
+    ) -> WeightsReceipt | None:
+        """Read every byte there; None where the file system allows no receipt.
+
+        Raises PeerError when the node is lost, or does not find the bytes as they were announced.
+        """
 
 
 class Engines(Protocol):

@@ -109,6 +109,11 @@ class RunDirectory(msgspec.Struct, frozen=True):
         return self.root / "hybrid"
 
     @property
+    def shared_load(self) -> Path:
+        """What each node's scheduler has in flight, when no other place is configured."""
+        return self.root / "load"
+
+    @property
     def phase_trace(self) -> Path:
         return self.root / "phase_trace"
 

@@ -61,7 +61,13 @@ class PoolMachine(RuleBasedStateMachine):
         if self.gone[i] or self.process[i] is None:
             self.pool.remove(i)
             assert i not in self.pool
-            self.pool.add(i, self.ids.index(i) + 1, now=self.now, is_warming=is_warming)
+            self.pool.add(
+                i,
+                self.ids.index(i) + 1,
+                now=self.now,
+                is_warming=is_warming,
+                waits_for=frozenset(self.ids[: self.ids.index(i)]),
+            )
             for facts in (self.gone, self.drained, self.leaving, self.goes, self.broken):
                 facts[i] = False
             self.process[i], self.answers[i], self.version[i] = None, False, None
@@ -171,8 +177,13 @@ class PoolMachine(RuleBasedStateMachine):
             return
         total = len(self.ids) * (len(self.ids) + 1) // 2
         assert self.pool.num_gpus_in(*MemberState) == total
-        states = {i: self.gone[i] or self.warming[i] for i in self.ids}
-        lost = sum(k + 1 for k, i in enumerate(self.ids) if states[i])
+        has_devices = [not (self.gone[i] or self.warming[i]) for i in self.ids]
+        # One that is warming waits for all before it.
+        lost = sum(
+            k + 1
+            for k, i in enumerate(self.ids)
+            if self.gone[i] or (self.warming[i] and any(has_devices[:k]))
+        )
         assert self.pool.num_possible_gpus == total - lost
 
 

@@ -950,3 +950,40 @@ def test_after_a_lost_gang_no_version_is_committed_for_a_new_process_to_start_fr
     assert world.control.publication.committed is None
     world.run(rng)
     assert world.ended.exit_code == 0
+
+
+@pytest.mark.case("R-B82")
+def test_who_comes_up_gets_no_version_that_has_not_been_checked():
+    rng = Random(32)
+    world = started(total_steps=5)
+    run_until(world, rng, lambda w: w.publishing == 2)
+    world.is_held = lambda event: isinstance(event, events.ExportChecked)
+    run_until_stuck(world, rng)
+    world.kill_process(A)
+    run_until_stuck(world, rng)
+    assert world.control.publication.committed == 1
+    assert not any(is_reload_answer(event) for event in world.pending)
+    assert all(process.version < 2 for process in world.processes.values())
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert world.ended.exit_code == 0
+
+
+@pytest.mark.case("R-B89")
+def test_a_process_that_was_to_be_rescued_and_died_is_not_asked_under_its_successors_name():
+    rng = Random(33)
+    world = started(total_steps=5)
+    run_until(world, rng, lambda w: w.publishing == 2)
+    world.loads_to_fail.append(A)
+    world.is_held = lambda event: is_reload_answer(event) and event.instance_id == B
+    run_until_stuck(world, rng)
+    assert world.control.pool[A].state is MemberState.QUARANTINED
+    world.is_held = lambda event: isinstance(event, events.InstanceAnswered)
+    world.kill_process(A)
+    run_until(world, rng, lambda w: w.control.publication.committed == 2)
+    asked = [event for event in world.pending if is_reload_answer(event)]
+    assert not any(event.instance_id == A for event in asked)
+    world.is_held = lambda event: False
+    world.run(rng)
+    assert world.ended.exit_code == 0
+    assert world.num_births_of[A] == 2

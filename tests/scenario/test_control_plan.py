@@ -101,6 +101,12 @@ def records(world):
     return [it.record for it in world.reconfigurations]
 
 
+def spent_on(record):
+    """What children did, by name; never longer than the change took."""
+    assert all(0 < sum(it.values()) <= record.total_s + 1e-9 for it in record.stages.values())
+    return {child: sorted(stages) for child, stages in sorted(record.stages.items())}
+
+
 def a_step_is_trained(world):
     return len(world.trained) > 0
 
@@ -114,6 +120,7 @@ def test_an_instance_joins_at_the_committed_version_and_one_leaves_after_its_req
     assert set(world.routes) <= {"vllm-0", "vllm-1", "vllm-2"}
     assert world.control.pool[InstanceId("vllm-2")].state.value in ("serving", "reloading")
     assert world.plan_in_force.instances[-1].instance_id == "vllm-2"
+    assert spent_on(records(world)[0]) == {"vllm-2": ["load", "start"]}
     want(world, plan([2], [3]), 2)
     assert "the plan changes: drain vllm-1, vllm-2" in waiting_for(world.control)
     until(world, rng, lambda w: len(w.reconfigurations) == 2)
@@ -154,6 +161,7 @@ def test_the_gang_starts_anew_at_a_boundary_and_no_step_is_lost_or_trained_twice
     [record] = records(world)
     assert (record.outcome, record.plan.train.dp) == ("done", 2)
     assert record.stalled_s > 0
+    assert set(spent_on(record)["trainer"]) >= {"finish_step", "start"}
     assert world.attempt == 2
     world.run(rng)
     assert [step for _, step, _ in world.trained] == [1, 2, 3, 4, 5, 6]
@@ -272,6 +280,19 @@ def test_replicas_of_a_core_with_fewer_data_ranks_than_experts_are_refused():
     want(world, msgspec.structs.replace(wanted, train=core))
     [record] = records(world)
     assert record.reason == "a replica has 2 data-parallel ranks, for EP 2, and the core only 1"
+
+
+def test_replicas_that_would_get_no_sample_are_refused():
+    world, rng = elastic(elastic_hybrid_min_rollout_gpus=0), Random(7)
+    until(world, rng, a_step_is_trained)
+    desk = world.control.plans
+    # Batches of the world have four trajectories.
+    assert desk.why_not(plan([2], [0], [1, 3, 4])) == ""
+    want(world, plan([2], [0], [1, 3, 4, 5]))
+    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    [refused] = records(world)
+    assert refused.outcome == "refused"
+    assert refused.reason == "a mini-batch of 4 trajectories cannot be cut for 5 ranks"
 
 
 def test_a_plan_that_the_batch_does_not_divide_over_is_refused():

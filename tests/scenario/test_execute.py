@@ -1,20 +1,26 @@
 import json
+import os
 import threading
+from pathlib import Path
 from typing import Any, cast
 
 import anyio
 import anyio.from_thread
 import anyio.to_thread
+import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from libra import clock
 from libra.config.algorithm import AlgorithmConfig
+from libra.errors import PeerError
 from libra.ids import PolicyVersion, ReplicaId, RunId
 from libra.pools.hybrid import BegunStep
 from libra.rollouts.batch import BatchShape
 from libra.rollouts.buffer import BufferState
 from libra.storage import arrival
 from libra.weights.manifest import MANIFEST_NAME
+from libra.wire.instance import WeightsReceipt
 from libra.wire.rank import SaveCheckpoint
 from libra_supervisor.loop import commands, execute
 from libra_supervisor.loop.execute import Executor, Ports, Terms
@@ -73,8 +79,8 @@ class RecordedReplicas:
         self.told.append((replica_id, command, shards))
 
 
-def executor_in(
-    directory, tasks, *, ranks=None, replicas=None, engines=None, post=None
+def executor_in(  # noqa: PLR0913 - ports
+    directory, tasks, *, ranks=None, replicas=None, engines=None, readers=None, post=None
 ) -> Executor:
     """An executor whose ports are made up as far as a test needs them."""
     nobody = cast("Any", None)
@@ -94,6 +100,7 @@ def executor_in(
         engines=engines,
         rollouts=nobody,
         evaluations=nobody,
+        readers=readers,
         routing=nobody,
         records=RecordsWriter(directory),
         judge=nobody,
@@ -211,7 +218,55 @@ async def test_an_export_that_never_shows_is_an_error_that_says_what_lacks(
         executor_in(export.directory, tasks, post=export.post).execute(export.check)
     (checked,) = export.said
     assert str(export.path) in checked.error
-    assert checked.receipt is None
+    assert checked.receipt_of == {}
+    assert "still so after 0.1 s" in checked.error
+
+
+class RecordedReaders:
+    """Node 1 reads, node 2 is away, node 3 does not come to an end."""
+
+    def __init__(self, receipt) -> None:
+        self.receipt = receipt
+        self.asked: list[object] = []
+
+    async def read_weights(self, node, directory, manifest_hash):
+        self.asked.append((node, directory, manifest_hash))
+        if node == 2:
+            raise PeerError("node 2 is away")
+        if node == 3:
+            await anyio.sleep_forever()
+        return self.receipt
+
+
+async def test_every_node_reads_an_export_once_and_one_that_cannot_leaves_it_to_its_servers(
+    tmp_path, monkeypatch
+):
+    wall_ns = clock.wall_ns
+    monkeypatch.setattr(clock, "wall_ns", lambda: wall_ns() + 10**9)
+    export = Export(tmp_path)
+    readers = RecordedReaders(WeightsReceipt("another boot", ()))
+    async with anyio.create_task_group() as tasks:
+        executor = executor_in(export.directory, tasks, post=export.post, readers=readers)
+        executor.execute(msgspec.structs.replace(export.check, nodes=(1, 2)))
+    (checked,) = export.said
+    assert checked.error == ""
+    assert sorted(checked.receipt_of) == [0, 1]
+    assert checked.receipt_of[1] == readers.receipt
+    assert [it.name for it in checked.receipt_of[0].files] == ["model.safetensors"]
+    about = (export.check.directory, export.check.manifest_hash)
+    assert sorted(readers.asked) == [(1, *about), (2, *about)]
+
+
+async def test_an_export_that_is_broken_is_said_without_waiting_for_other_nodes(tmp_path):
+    export = Export(tmp_path)
+    weights = export.path / "model.safetensors"
+    weights.write_bytes(export.files[weights][:-1] + b"?")
+    readers = RecordedReaders(None)
+    async with anyio.create_task_group() as tasks:
+        executor = executor_in(export.directory, tasks, post=export.post, readers=readers)
+        executor.execute(msgspec.structs.replace(export.check, nodes=(3,)))
+    (checked,) = export.said
+    assert "hashes to" in checked.error
 
 
 async def test_an_ack_without_a_batch_has_a_line_of_its_own_in_reloads(tmp_path):
@@ -257,6 +312,42 @@ async def test_a_version_that_a_server_holds_or_starts_from_outlives_newer_ones(
         await executor.until_written()
     kept = sorted(path.name for path in directory.weights.iterdir())
     assert kept == [".v000008", "v000002", "v000004", "v000006", "v000007"]
+
+
+@pytest.mark.case("R-B82")
+async def test_the_served_version_is_kept_though_nobody_holds_it_and_others_are_newer(tmp_path):
+    """What an attempt that is given up published is newer, and is of no use to anybody."""
+    directory = RunDirectory(tmp_path)
+    for number in range(1, 6):
+        publish_weights(directory.weights, PolicyVersion(number))
+    async with anyio.create_task_group() as tasks:
+        executor = executor_in(directory, tasks, engines=LoadingEngines())
+        executor.execute(commands.RetireVersions(frozenset({PolicyVersion(1)})))
+        await executor.until_written()
+    kept = sorted(path.name for path in directory.weights.iterdir())
+    assert kept == ["v000001", "v000004", "v000005"]
+
+
+@pytest.mark.parametrize("fails", ["rename", "unlink"])
+async def test_a_version_that_cannot_be_deleted_is_said_and_the_run_goes_on(
+    tmp_path, monkeypatch, fails
+):
+    directory = RunDirectory(tmp_path)
+    for number in range(1, 5):
+        publish_weights(directory.weights, PolicyVersion(number))
+
+    def refuse(*_, **__):
+        raise PermissionError(1, "it is held")
+
+    monkeypatch.setattr(os, fails, refuse)
+    with capture_logs() as said:
+        async with anyio.create_task_group() as tasks:
+            executor = executor_in(directory, tasks, engines=LoadingEngines())
+            executor.execute(commands.RetireVersions(frozenset({PolicyVersion(4)})))
+            await executor.until_written()
+    paths = [Path(line["path"]).name for line in said if line["event"] == "directory_not_removed"]
+    names = ["v000001", "v000002"]
+    assert paths == (names if fails == "rename" else [f".{name}.discarded" for name in names])
 
 
 async def test_members_get_the_shards_behind_those_of_the_core(tmp_path):

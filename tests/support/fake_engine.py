@@ -239,6 +239,10 @@ class FakeCompletionsApp:
         if body.get("is_bad"):
             await self._answer(send, 400, {"error": {"message": "bad"}})
             return
+        if body.get("client_leaves"):
+            # What vLLM sends to a client that has left before its answer was there.
+            await self._answer(send, 200, None)
+            return
         self._num_requests += 1
         if body.get("stream"):
             await self._stream(body, send)

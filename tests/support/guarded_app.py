@@ -26,13 +26,14 @@ class GuardedApp:
         save_file(tiny_tensors(0), base / "model.safetensors")
         self.weights_directory = root / "weights"
         (root / "token").write_text(TOKEN + "\n")
-        for name, value in {
+        self.environment = {
             "LIBRA_INSTANCE_ID": "vllm-0",
             "LIBRA_INCARNATION": "vllm-0-a",
             "LIBRA_RUN_ID": "run-1",
             "LIBRA_WEIGHTS_DIR": str(self.weights_directory),
             "LIBRA_TOKEN_FILE": str(root / "token"),
-        }.items():
+        }
+        for name, value in self.environment.items():
             monkeypatch.setenv(name, value)
         self.published = {
             version: publish_weights(self.weights_directory, version)

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from control_world import RandomWorld
 from fleets import fleet_of, place
 from libra.planner.search import plan
-from libra.wire.api import ChildStatus, StatusSnapshot
+from libra.wire.api import ChildStatus, NodeStatus, StatusSnapshot
 from libra_supervisor.app.collector import RunCollector, Sources, registry_of
 from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.app.replan_desk import Outcomes
@@ -56,6 +56,7 @@ STATUS = StatusSnapshot(
         _engine("vllm-0", num_queued=4, kv_use_fraction=0.5, signals_age_s=2.0),
         _engine("vllm-1"),
     ),
+    nodes=(NodeStatus(node=1, host="h", state="member", since_s=1.0, detail="", num_samples=5),),
     oldest_wait="",
 )
 

@@ -130,7 +130,7 @@ class Hosts:
         return [
             it
             for it in psutil.Process(process.pid).children(recursive=True)
-            if word in " ".join(it.cmdline())
+            if word in " ".join(command_of(it))
         ]
 
     def signal(self, process, signum):
@@ -157,6 +157,14 @@ def crash(process):
         child.kill()
         break
     process.wait()
+
+
+def command_of(process):
+    """Empty for one that ends while it is looked at."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 @contextmanager

@@ -28,6 +28,9 @@ class NodeRun:
             probe.bind((hosts.addresses[0], 0))
             port = probe.getsockname()[1]
         nodes = [f"{hosts.addresses[0]}:{port}", *hosts.addresses[1:]]
+        self.env_of = options.pop("env_of", {})
+        """More of the environment, by rank."""
+
         self.by_slurm = options.pop("by_slurm", False)
         self.fence = hosts.fence() if options.pop("is_fenced", False) else []
         """Before the leader's program."""
@@ -58,6 +61,7 @@ class NodeRun:
             "LIBRA_NODE_TOKEN": TOKEN,
             "PYTHONPATH": os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p),
         }
+        env |= self.env_of.get(rank, {})
         if self.by_slurm:
             env |= self.step_of(rank)
         else:

@@ -28,8 +28,10 @@ TERMS = LeaseTerms(lease_s=1.0, orphan_grace_s=30.0)
 class TwoNodes:
     """`place` is the follower's process machinery."""
 
-    def __init__(self, place, tasks):
-        self.place, self.tasks = place, tasks
+    def __init__(self, place, tasks, make=None):
+        """`make` gives what makes trajectories there: (end of the link, tasks) -> Making."""
+        self.place, self.tasks, self.make = place, tasks, make
+        self.listener = None
         self.net = FakeNet(delay_s=0.001)
         self.news, self.left = [], []
         self.keep = ()
@@ -63,8 +65,12 @@ class TwoNodes:
         match event:
             case NodeJoined():
                 self.node.on_joined(self.keep)
+                if self.listener is not None:
+                    self.listener.on_joined(1)
             case NodeLost(_, reason):
                 self.node.on_lost(reason)
+                if self.listener is not None:
+                    self.listener.on_lost(1)
             case NodeSaid(_, said):
                 self.node.on_said(said)
 
@@ -95,6 +101,8 @@ class TwoNodes:
             side = Allegiance(about, TERMS, KeepLimits(), now=clock.now())
             end = FollowerEnd(side, self.hands, dial=self.net.dial, rng=Random(3))
             self.hands.speak_through(Tongue(end.say, end.say_when_room))
+            if self.make is not None:
+                self.hands.make_through(self.make(end, tasks))
             directory = self.place.run_dir / "node"
             directory.mkdir()
             with rank_socket(directory) as (path, listener):
@@ -117,9 +125,9 @@ class TwoNodes:
 
 
 @asynccontextmanager
-async def two_nodes(place):
+async def two_nodes(place, make=None):
     async with anyio.create_task_group() as tasks:
-        nodes = TwoNodes(place, tasks)
+        nodes = TwoNodes(place, tasks, make)
         tasks.start_soon(nodes.follow)
         await nodes.until_member()
         yield nodes

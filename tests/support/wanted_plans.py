@@ -12,7 +12,7 @@ from libra import clock
 from libra.planner.plan import Plan
 from libra_supervisor.app.run import Run
 from libra_supervisor.events import ReconfigurationWanted
-from libra_supervisor.records.reconfiguration import ReconfigurationRecord
+from libra_supervisor.records.reconfiguration import Line, ReconfigurationRecord
 
 FOLDER = "wanted"
 
@@ -33,7 +33,8 @@ def plan_in(run_dir: Path) -> Plan:
 def changes_in(run_dir: Path) -> list[ReconfigurationRecord]:
     path = run_dir / "reconfigurations.jsonl"
     lines = path.read_bytes().splitlines() if path.exists() else []
-    return [msgspec.json.decode(line, type=ReconfigurationRecord) for line in lines]
+    found = [msgspec.json.decode(line, type=Line) for line in lines]
+    return [it for it in found if isinstance(it, ReconfigurationRecord)]
 
 
 def listen() -> None:

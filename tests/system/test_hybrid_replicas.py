@@ -7,25 +7,43 @@ import msgspec
 import pytest
 
 from fake_runs import FakeRun
+from hybrid_run import relative_difference
 from libra.ids import ReplicaId, SlotId
 from libra.planner.plan import HybridPlacement
+from replayed import replayed_weights, weights_in
 from wanted_plans import changes_in, plan_in, want
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 WITHIN_S = 240.0
+TOLERANCE = 5e-5
+"""Relative to each tensor's largest value, in float32."""
 
 
-def made_in(folder, **options) -> FakeRun:
+TRAINS_SLOWLY = {
+    "device_name": "slow",
+    "memory_bytes": 4_000_000_000,
+    "dense_bf16_flops": 1.0e9,
+    "memory_bandwidth_bytes_per_s": 1.0e12,
+    "intra_node_bandwidth_bytes_per_s": 1.0e12,
+    "inter_node_bandwidth_bytes_per_s": 1.0e12,
+    "gpus_per_node": 3,
+}
+"""By this one's figures a GPU is better used for training than for a second server."""
+
+
+def made_in(folder, *, planner=None, **options) -> FakeRun:
     return FakeRun(
         folder,
         has_real_trainer=True,
         # The fake servers' logprobs are not those of the trainer's model.
         rollout_weight_sync_mode="none",
         max_head_offpolicyness=float("inf"),
+        learning_rate=1e-3,
         global_resource_planner={
             "runtime_dynamic_reconfiguration_enabled": True,
             "runtime_reconfigure_training": True,
             "runtime_reconfigure_timeout_s": WITHIN_S,
+            **(planner or {}),
         },
         **options,
     )
@@ -34,6 +52,20 @@ def made_in(folder, **options) -> FakeRun:
 @pytest.fixture
 def run(tmp_path):
     one = made_in(tmp_path, train_gpus=1)
+    yield one
+    one.end()
+
+
+@pytest.fixture
+def planned_run(tmp_path):
+    """Its planner expects long prompts, and that a change costs nearly nothing."""
+    planner = {
+        "runtime_switch_cost_prior_s": 0.001,
+        "memory_budget_safety_margin_bytes": 0,
+        "prior_prompt_tokens": 60,
+        "prior_response_mean_tokens": 1,
+    }
+    one = made_in(tmp_path, train_gpus=1, hardware=TRAINS_SLOWLY, planner=planner)
     yield one
     one.end()
 
@@ -56,33 +88,60 @@ def with_hybrid(plan):
     return msgspec.structs.replace(plan, instances=plan.instances[:1], hybrids=(replica,))
 
 
-def test_a_slot_goes_from_rollout_to_training_and_back_while_steps_go_on(run):
+def replanned(run, *arguments):
+    """The change that `replan` led to."""
+    before = len(changes_in(run.run_dir))
+    done = run.call("replan", *arguments)
+    assert done.returncode == 0, done.stderr
+    return ended(run, before + 1)
+
+
+def test_a_slot_trains_by_order_and_serves_again_and_the_weights_are_those_of_a_core_alone(
+    run, tmp_path
+):
     run.start()
     run.until_step(2, within_s=WITHIN_S)
-    plan = plan_in(run.run_dir)
-    want(run.run_dir, with_hybrid(plan), decision_id=1)
-    lent = ended(run, 1)
+    lent = replanned(run, "--instances", "1x1", "--hybrids", "1")
     assert (lent.outcome, lent.stalled_s) == ("done", 0.0), lent
     (replica_id,) = lent.attached
+    assert set(lent.stages["vllm-1"]) == {"drain", "stop"}
+    assert set(lent.stages[replica_id]) == {"start", "snapshot", "load", "catch_up"}
     assert [it.replica_id for it in plan_in(run.run_dir).hybrids] == [replica_id]
     (row,) = [it for it in run.status()["children"] if it["child"] == replica_id]
     assert (row["role"], row["state"]) == ("trainer", "member")
     joined_at = max(run.steps())
     run.until_step(joined_at + 4)
-    want(run.run_dir, plan, decision_id=2)
-    back = ended(run, 2)
+    back = replanned(run, "--instances", "2x1", "--hybrids", "0")
     assert (back.outcome, back.detached) == ("done", (replica_id,)), back
+    assert set(back.stages[replica_id]) == {"leave"}
+    assert set(back.stages[back.started[0]]) >= {"start"}
     run.until_step(max(run.steps()) + 2)
     assert [it["replica"] for it in run.said("hybrid_joined")] == [replica_id]
     assert [it["replica"] for it in run.said("hybrid_left")] == [replica_id]
     assert not run.said("hybrid_lost")
-    steps = run.steps()
-    assert steps == list(range(1, len(steps) + 1))
     assert run.pids(replica_id) == {}
-    # Snapshots are gone with the last replica that could load them.
-    assert not list((run.run_dir / "hybrid").glob("step_*"))
+    # Snapshots and sockets are gone with the last replica that could use them.
+    assert [path.name for path in (run.run_dir / "hybrid").iterdir()] == ["lanes.key"]
     assert run.call("stop").returncode == 0
     assert run.wait() == 0
+    weights_are_those_of_a_core_alone(run, tmp_path)
+
+
+def weights_are_those_of_a_core_alone(run, folder):
+    steps = run.steps()
+    assert steps == list(range(1, len(steps) + 1))
+    got = exported(run, folder / "exported", step=len(steps))
+    wanted = replayed_weights(run.run_dir, folder / "alone", num_steps=len(steps))
+    base = weights_in(folder / "model")
+    assert relative_difference(got, wanted) < TOLERANCE
+    assert relative_difference(base, wanted) > 1000 * TOLERANCE
+
+
+def exported(run, out, *, step):
+    checkpoint = run.run_dir / "checkpoints" / f"step_{step:06d}"
+    done = run.call_bare("export", str(checkpoint), str(out))
+    assert done.returncode == 0, done.stderr
+    return weights_in(out)
 
 
 def test_a_replica_that_is_killed_costs_the_run_nothing_but_the_replica(run):
@@ -99,6 +158,22 @@ def test_a_replica_that_is_killed_costs_the_run_nothing_but_the_replica(run):
     assert plan_in(run.run_dir).hybrids == ()
     steps = run.steps()
     assert steps == list(range(1, len(steps) + 1))
+    assert run.call("stop").returncode == 0
+    assert run.wait() == 0
+
+
+@pytest.mark.long
+def test_the_planner_attaches_a_replica_when_that_pays(planned_run):
+    run = planned_run
+    run.start()
+    run.until_step(2, within_s=WITHIN_S)
+    lent = replanned(run)
+    assert (lent.outcome, len(lent.attached), len(lent.stopped)) == ("done", 1, 1), lent
+    assert "worth it: " in lent.reason
+    run.until_step(max(run.steps()) + 3)
+    (row,) = [it for it in run.status()["children"] if it["child"] == lent.attached[0]]
+    assert row["state"] == "member"
+    assert not run.said("hybrid_lost")
     assert run.call("stop").returncode == 0
     assert run.wait() == 0
 

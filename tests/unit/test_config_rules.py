@@ -504,6 +504,8 @@ def test_an_option_of_another_choice_is_refused(text: str, path: str):
          f"{SCHEDULING}.metrics_bias_alpha"),
         ("heterogeneous_rollout: {scheduling: {prefix_affinity_max_entries: 5}}",
          f"{SCHEDULING}.prefix_affinity_max_entries"),
+        ("heterogeneous_rollout: {scheduling: {shared_load_cache_ttl_s: 0.5}}",
+         f"{SCHEDULING}.shared_load_cache_ttl_s"),
         ("kl_estimator: k1", "kl_estimator"),
         ("kl_unbiased: true", "kl_unbiased"),
         ("eval_interval: 5", "eval_interval"),
@@ -553,6 +555,14 @@ def test_the_backend_of_transfers_is_ours():
     flag = "--weight-transfer-config={}"
     problem = only(f'rollout_extra_args: ["{flag}"]')
     assert "--weight-transfer-config is set by the run itself" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("text", "place"), [("nodes: [a, b]", ""), ("sync_interval: 1", "shared_load_dir: /s, ")]
+)
+def test_tunables_of_a_load_that_is_shared_are_not_warned_about(text: str, place: str):
+    scheduling = f"{{{place}shared_load_ttl_s: 20}}"
+    assert not warnings_of(f"{text}\nheterogeneous_rollout: {{scheduling: {scheduling}}}")
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import pytest
 
 from libra.errors import SiteError
 from libra.ids import ChildId
+from libra.wire.node import DeviceMemory
 from libra_supervisor.app.device_gate import SLACK_BYTES, DeviceGate
-from libra_supervisor.doctor.accelerators import DeviceMemory, device_memory, nearby_cores
+from libra_supervisor.doctor.accelerators import device_memory, nearby_cores
 
 GIB = 2**30
 TOTAL = 140 * GIB
@@ -33,25 +34,19 @@ def driver(tmp_path, monkeypatch):
 
 class Devices:
     def __init__(self, **used_gib):
-        self.used_gib, self.num_looks = used_gib, 0
+        self.used_gib = used_gib
 
-    def look(self, devices):
-        self.num_looks += 1
+    async def look(self):
         return tuple(
             DeviceMemory(
                 device=it, used_bytes=self.used_gib[it] * GIB, total_bytes=TOTAL, pids=(7, 9)
             )
-            for it in devices
+            for it in self.used_gib
         )
 
 
 def gate_on(devices, *, needed_fraction=None):
-    return DeviceGate(
-        ChildId("vllm-0"),
-        tuple(devices.used_gib),
-        needed_fraction=needed_fraction,
-        look=devices.look,
-    )
+    return DeviceGate(ChildId("vllm-0"), devices.look, needed_fraction=needed_fraction)
 
 
 def hindrance(gate):
@@ -83,10 +78,10 @@ def test_a_child_without_a_known_need_waits_for_what_was_free_before_its_first_s
 
 
 def test_where_the_driver_does_not_answer_nothing_waits_and_that_is_said_once(capsys):
-    def look(_devices):
+    async def look():
         raise SiteError("no driver")
 
-    gate = DeviceGate(ChildId("vllm-0"), ("0",), needed_fraction=0.9, look=look)
+    gate = DeviceGate(ChildId("vllm-0"), look, needed_fraction=0.9)
     assert hindrance(gate) is None
     assert hindrance(gate) is None
     assert capsys.readouterr().out.count("device_memory_unknown") == 1

@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from libra.wire.api import ChildStatus, EngineStatus, StatusSnapshot
+from libra.wire.api import ChildStatus, EngineStatus, NodeStatus, StatusSnapshot
 from libra_supervisor.display.console import PlainDisplay, display_on
 from libra_supervisor.display.progress import Progress, duration, eta_s, plain_line, rows
 from libra_supervisor.display.status import status_text
@@ -150,11 +150,17 @@ def test_status_lists_every_child_in_aligned_columns():
                 child("trainer", role="trainer"),
             ),
             oldest_wait="group g has been silent for 3 s",
+            nodes=(
+                NodeStatus(node=0, host="a", state="leads", since_s=None, detail="", num_samples=8),
+                NodeStatus(node=1, host="b", state="member", since_s=61.0, detail="no data"),
+            ),
         )
     )
     lines = text.splitlines()
     assert lines[0] == "run r-1 (pid 4), up 1:02, ETA -"
     assert "group g has been silent for 3 s" in lines
+    assert "node 0 (a): leads, 8 trajectories in progress" in lines
+    assert "node 1 (b): member for 1:01, 0 trajectories in progress: no data" in lines
     assert "newest look at it: plan kept after step 3: 12 s are not enough" in lines
     header, first, second, *each, trainer = lines[-6:]
     assert header.index("pid") == first.index("41") == second.index("-", 8)

@@ -20,7 +20,7 @@ from libra_supervisor.run_directory import RunDirectory
 DEVICES = tuple(f"GPU-{letter}" for letter in "abcdefghi")
 
 
-def engines(config, plan):
+def engines(config, plan, **options):
     site = EngineSite(
         run_id=RunId("r"),
         directory=RunDirectory(Path("/r")),
@@ -36,7 +36,7 @@ def engines(config, plan):
     )
     scheduler = Scheduler(config.heterogeneous_rollout.scheduling)
     return [
-        Engine(site, it, scheduler, port=0, served_directory=lambda: None, rng=Random(0))
+        Engine(site, it, scheduler, port=0, served_directory=lambda: None, rng=Random(0), **options)
         for it in plan.instances
     ]
 
@@ -74,3 +74,19 @@ def test_engines_of_different_size_get_neighbouring_devices_and_none_twice(tps):
     used += [DEVICES[slot] for slot in plan.train.slots]
     assert used == list(DEVICES[: sum(tps) + 2]), "in order, without a gap, each once"
     assert plan.train.world_size == 2
+
+
+def test_a_server_is_drained_when_no_node_has_a_request_there():
+    config = RunConfig(model=ModelConfig(model_path="/m"), rollout=RolloutConfig(rollout_gpus=1))
+    asked = []
+
+    class Elsewhere:
+        """Another node has two requests there, which end one after the other."""
+
+        def num_in_flight(self, instance_id):
+            asked.append(instance_id)
+            return max(0, 3 - len(asked))
+
+    (engine,) = engines(config, configured_plan(config), traffic=Elsewhere())
+    anyio.run(engine.drain, None)
+    assert asked == ["vllm-0"] * 3

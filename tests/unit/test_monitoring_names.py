@@ -118,6 +118,7 @@ def test_prometheus_own_library_reads_the_page_and_every_name_has_its_unit():
         "libra_trajectories_buffered", "libra_reward_mean", "libra_kl_mismatch",
         "libra_staleness_versions_mean", "libra_engine_requests_in_flight",
         "libra_engine_requests_queued", "libra_reload_probe_difference", "libra_plan_slots",
+        "libra_node_trajectories",
     }  # fmt: skip
     assert {name for name in names if not name.endswith(units)} == counts
 
@@ -135,6 +136,11 @@ def test_engines_are_exported_with_the_age_of_their_signals_and_unknown_is_absen
         "libra_engine_kv_use_ratio": {"vllm-0": 0.5},
         "libra_engine_signals_age_seconds": {"vllm-0": 2.0},
     }
+
+
+def test_what_each_node_makes_is_exported():
+    (family,) = (it for it in collected() if it.name == "libra_node_trajectories")
+    assert [(it.labels, it.value) for it in family.samples] == [({"node": "1"}, 5)]
 
 
 @pytest.mark.case("R-B44", "R-B104")

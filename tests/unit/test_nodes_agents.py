@@ -84,6 +84,7 @@ def test_agents_of_an_attempt_meet_under_an_id_of_its_own_at_the_first_one_s_hos
         } <= set(argv)  # fmt: skip
         assert part.is_bound_to_supervisor
         assert "GLOO_SOCKET_IFNAME" not in part.env
+        assert part.env["LIBRA_RANK_0_HOST"] == "10.0.0.2"
     assert two.env["X"] == "y"
     again = attempt_spec(gang_site(tmp_path, agents), attempt("i-2"))
     assert isinstance(again, GangSpec)
@@ -96,6 +97,7 @@ def test_a_gang_on_one_node_is_one_process_as_ever(tmp_path):
     assert spec.child_id == "trainer"
     assert "--rdzv-endpoint=127.0.0.1:0" in spec.argv
     assert spec.env["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "LIBRA_RANK_0_HOST" not in spec.env
     hybrid = msgspec.structs.replace(gang_site(tmp_path, ()), child_id="hybrid-0")
     assert attempt_spec(hybrid, attempt()).child_id == "hybrid-0"
 

@@ -96,17 +96,9 @@ def test_files_must_be_there(tmp_path):
     assert found["node_token_file"].what == "there is no file /no/such/token"
 
 
-@pytest.mark.parametrize(
-    ("text", "path"),
-    [
-        (
-            "global_resource_planner: {runtime_dynamic_reconfiguration_enabled: true}",
-            "global_resource_planner.runtime_dynamic_reconfiguration_enabled",
-        ),
-        ("rollout_weight_sync_mode: nccl", "rollout_weight_sync_mode"),
-    ],
-)
-def test_what_several_nodes_cannot_do_yet_is_refused(text: str, path: str):
+def test_what_several_nodes_cannot_do_yet_is_refused():
+    path = "global_resource_planner.runtime_dynamic_reconfiguration_enabled"
+    text = "global_resource_planner: {runtime_dynamic_reconfiguration_enabled: true}"
     found = check_availability(config_from(f"nodes: [a, b]\n{text}"), ALONE)
     assert [problem.path for problem in found] == [path]
     assert "not available yet on several nodes" in found[0].what

@@ -126,6 +126,27 @@ def test_prewarm_has_new_processes_wait_for_their_devices_before_anything_is_dra
     ]
 
 
+def test_prewarm_lets_replicas_and_the_core_train_while_new_processes_come_up():
+    lent = plan(core(0), instance(A, 1), hybrids=[replica("hybrid-2", 2)])
+    assert listed(lent, TWO, runtime_rollout_reconfigure_strategy="prewarm") == [
+        "warm up vllm-10 (TP 1, slots 2)",
+        "wait until vllm-10 needs a device",
+        "detach hybrid-2",
+        "start vllm-10 (TP 1, slots 2)",
+        "wait until vllm-10 serves",
+    ]
+    large = plan(core(0, 2), instance(A, 1))
+    assert listed(large, TWO, runtime_rollout_reconfigure_strategy="prewarm") == [
+        "warm up vllm-10 (TP 1, slots 2)",
+        "wait until vllm-10 needs a device",
+        "hold the trainer at a step boundary",
+        "start the trainer as TP 1, PP 1, CP 1, DP 1 on slots 0",
+        "let the trainer go on",
+        "start vllm-10 (TP 1, slots 2)",
+        "wait until vllm-10 serves",
+    ]
+
+
 def test_cluster_swap_frees_devices_on_one_side_before_the_other_takes_them():
     small = plan(core(0, 1), instance(A, 2), instance(B, 3))
     large = plan(core(0, 1, 2), instance("x", 3))

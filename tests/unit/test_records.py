@@ -1,4 +1,5 @@
 import json
+import os
 
 import msgspec
 import pytest
@@ -194,6 +195,14 @@ def test_a_line_torn_by_a_crash_does_not_swallow_the_next_one(tmp_path):
     assert lines[1] == b'{"step": 2, "rew'
     with pytest.raises(msgspec.DecodeError):
         msgspec.json.decode(lines[1])
+
+
+def test_a_line_that_the_disk_takes_in_pieces_is_whole(tmp_path, monkeypatch):
+    path, write = tmp_path / "metrics.jsonl", os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[:7]))
+    append_line(path, b'{"step": 1, "reward": 0.5}')
+    append_line(path, b'{"step": 2}')
+    assert path.read_bytes() == b'{"step": 1, "reward": 0.5}\n{"step": 2}\n'
 
 
 def test_what_was_decided_and_how_it_ended_are_lines_told_apart_by_their_kind(tmp_path):

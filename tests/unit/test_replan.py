@@ -6,9 +6,10 @@ from msgspec.structs import replace
 from libra.errors import InvariantError
 from libra.planner.calibration import book_of
 from libra.planner.cost_models import described
-from libra.planner.demand import observed_demand
+from libra.planner.demand import observed_demand, prior_demand
 from libra.planner.plan import plan_in_words
 from libra.planner.replan import Keep, Replanner, Switch, answer
+from libra.planner.replan_candidates import CandidateSearch, bounds_of
 from planner_cases import MEASURED_1_8B
 from replan_world import Load, World, replan_config, step_seconds_of
 
@@ -84,14 +85,31 @@ def test_replicas_go_back_to_rollout_when_it_needs_them():
     assert verdict.plan.train == core
 
 
-@pytest.mark.parametrize(("least", "num_replicas"), [(0, 2), (2, 2), (3, 1)])
+def numbers_of_replicas(run):
+    """In the plans that the run could go over to."""
+    config, plan = run.config, run.plan
+    search = CandidateSearch(
+        config,
+        plan,
+        prior_demand(config),
+        run.replanner.book,
+        bounds_of(config, num_gpus=8),
+        why_not=lambda _plan: "",
+    )
+    return sorted(len(it.plan.hybrids) for it in search.candidates() if it.kind == "to_training")
+
+
+@pytest.mark.parametrize(("least", "num_replicas"), [(0, 3), (2, 2), (3, 1)])
 def test_what_rollout_has_to_keep_is_never_borrowed(least, num_replicas):
-    # Splits in steps of four leave no other core to choose.
-    run = lending(READS, elastic_hybrid_min_rollout_gpus=least, allocation_granularity_gpus=4)
-    verdict = asked(run)
-    assert verdict.kind == "to_training"
-    assert len(verdict.plan.hybrids) == num_replicas
-    assert verdict.plan.num_rollout_gpus == 4 - num_replicas
+    run = lending(READS, elastic_hybrid_min_rollout_gpus=least)
+    assert numbers_of_replicas(run) == list(range(1, num_replicas + 1))
+
+
+@pytest.mark.parametrize(("step", "found"), [(1, [1, 2, 3]), (2, [2]), (4, [])])
+def test_replicas_change_sides_in_steps_of_the_splits_granularity(step, found):
+    run = lending(READS, allocation_granularity_gpus=step)
+    assert run.plan.num_rollout_gpus == 4
+    assert numbers_of_replicas(run) == found
 
 
 def test_gpus_that_no_instance_fits_into_are_no_rollout():
@@ -116,7 +134,7 @@ def test_a_replica_whose_optimizer_does_not_fit_is_no_candidate():
 
 
 def test_no_rank_of_a_replica_is_left_without_a_sample():
-    run = lending(READS, allocation_granularity_gpus=4)
+    run = lending(READS)
     training = replace(run.config.training, batch_size=5, mini_batch_size=5)
     few = replace(run.config, training=training)
     replanner = Replanner(few, num_gpus=8, book=run.replanner.book)

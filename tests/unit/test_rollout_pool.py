@@ -32,6 +32,17 @@ def test_a_restarted_instance_is_not_routable_until_it_proves_the_committed_vers
     assert pool[A].num_restarts == 1
 
 
+def test_one_that_is_warming_counts_once_those_are_gone_whose_devices_it_gets():
+    pool = serving_pool()
+    heir = InstanceId("vllm-1")
+    pool.add(heir, 2, now=4.0, is_warming=True, waits_for=frozenset({A}))
+    assert pool.num_possible_gpus == 2
+    pool.on_gave_up(A, "dies", now=5.0)
+    assert pool.num_possible_gpus == 2
+    pool.on_gave_up(heir, "dies too", now=6.0)
+    assert pool.num_possible_gpus == 0
+
+
 @pytest.mark.case("R-B24")
 def test_a_late_answer_of_the_old_incarnation_changes_nothing():
     pool = serving_pool()

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from libra.storage.atomic import (
@@ -78,6 +80,22 @@ def test_discarding_takes_the_name_away_before_the_content(tmp_path):
     (tmp_path / ".v1.discarded").mkdir()
     discard_directory(tmp_path / "v1")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_deleted_has_lost_its_name_all_the_same(tmp_path, monkeypatch):
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1" / "a").write_text("")
+    monkeypatch.setattr(os, "unlink", refuse)
+    left = discard_directory(tmp_path / "v1")
+    assert left == tmp_path / ".v1.discarded"
+    assert list(tmp_path.iterdir()) == [left]
+    (tmp_path / ".c.partial").write_text("")
+    assert sweep_unfinished(tmp_path) == [tmp_path / ".c.partial", left]
+    assert left.exists()
+
+
+def refuse(*_, **__):
+    raise PermissionError(1, "it is held")
 
 
 def test_the_sweep_removes_only_unfinished_things(tmp_path):

@@ -1,4 +1,5 @@
 import os
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ from libra.storage.safetensors import (
     write_safetensors,
 )
 from libra.weights.manifest import MANIFEST_NAME, TensorEntry, WeightsManifest
+from weight_dirs import publish_weights
 
 VALUES = {
     "a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -243,3 +245,27 @@ def test_an_index_that_is_no_index_is_refused(tmp_path):
     (tmp_path / INDEX_NAME).write_text("[]")
     with pytest.raises(DataError, match="broken index"):
         model_tensors(tmp_path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", [MANIFEST_NAME, "model.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path, name):
+    directory, _ = publish_weights(tmp_path, 1)
+    manifest, _ = read_manifest(directory)
+    if name != MANIFEST_NAME:
+        # Nothing is lacking in a pipe of which nothing is wanted.
+        files = tuple(msgspec.structs.replace(it, num_bytes=0) for it in manifest.files)
+        manifest = msgspec.structs.replace(manifest, files=files)
+    (directory / name).unlink()
+    os.mkfifo(directory / name)
+    check = read_manifest if name == MANIFEST_NAME else partial(verify_weights, manifest=manifest)
+    with pytest.raises(DataError, match="is no regular file"):
+        check(directory)
+
+
+def test_a_header_that_is_nested_without_end_is_broken(tmp_path):
+    raw = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw)
+    with pytest.raises(DataError, match="broken safetensors header"):
+        read_header(path)

@@ -119,14 +119,6 @@ SWITCHES: Final = (
         "true",
     ),
     Dependence(
-        _prefixed(
-            _SCHEDULING, "shared_load_ttl_s", "shared_load_heartbeat_s", "shared_load_cache_ttl_s"
-        ),
-        f"{_SCHEDULING}.shared_load_dir",
-        bool,
-        "set",
-    ),
-    Dependence(
         _prefixed(_SCHEDULING, "prefix_affinity_max_entries"),
         f"{_SCHEDULING}.prefix_affinity",
         bool,

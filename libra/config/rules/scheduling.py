@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from libra.config.arithmetic import planner_decides, rollout_buckets
 from libra.config.problems import Problem
+from libra.config.rollout import SchedulingConfig
 from libra.config.run import RunConfig
 
 SCHEDULING = "heterogeneous_rollout.scheduling"
@@ -134,4 +135,20 @@ RULES = (
     weights_name_instances,
     backoff_grows,
 )
-WARNINGS = (instances_without_capacity,)
+
+
+def shared_load_is_shared(config: RunConfig) -> Iterator[Problem]:
+    """Warn of its tunables where it is off; several nodes share their load anyway."""
+    scheduling, defaults = config.heterogeneous_rollout.scheduling, SchedulingConfig()
+    if scheduling.shared_load_dir or config.cluster.nodes:
+        return
+    for name in ("shared_load_ttl_s", "shared_load_heartbeat_s", "shared_load_cache_ttl_s"):
+        if getattr(scheduling, name) != getattr(defaults, name):
+            yield Problem(
+                path=f"{SCHEDULING}.{name}",
+                what=f"has no effect on one node while {SCHEDULING}.shared_load_dir is empty",
+                related=(f"{SCHEDULING}.shared_load_dir",),
+            )
+
+
+WARNINGS = (instances_without_capacity, shared_load_is_shared)

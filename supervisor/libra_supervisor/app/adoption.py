@@ -73,7 +73,10 @@ def _sweep(directory: RunDirectory) -> None:
     shutil.rmtree(directory.prewarm, ignore_errors=True)
     for parent in (directory.weights, directory.checkpoints):
         for path in sweep_unfinished(parent):
-            _log.info("leftover_removed", path=str(path))
+            if path.exists():
+                _log.warning("leftover_not_removed", path=str(path))
+            else:
+                _log.info("leftover_removed", path=str(path))
 
 
 def why_not(

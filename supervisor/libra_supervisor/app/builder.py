@@ -1,6 +1,7 @@
 """Builds the moving parts of a run: servers, gang, reward workers, runner, gateway."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -9,24 +10,30 @@ import msgspec
 
 from libra.data.dataset import PromptDataset
 from libra.errors import InvariantError
-from libra.ids import ChildId, InstanceId, RunId
+from libra.ids import ChildId, InstanceId, NodeRank, RunId
 from libra.planner.plan import HybridPlacement, InstancePlacement, TrainPlacement
 from libra.scheduling.scheduler import Scheduler
-from libra.workflows.loading import load_workflow
 from libra_supervisor.app.cluster import Cluster
-from libra_supervisor.app.device_gate import DeviceGate
-from libra_supervisor.app.drain_watch import DrainWatch
+from libra_supervisor.app.device_gate import (
+    DeviceGate,
+    NodeGate,
+    all_of,
+    look_here,
+)
+from libra_supervisor.app.drain_watch import DrainWatch, Traffic
 from libra_supervisor.app.engine import Engine, EngineSite, HeldPort
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.app.foreign import ForeignEngine
 from libra_supervisor.app.launch import Launch
+from libra_supervisor.app.making import load_exchange, rollout_runner
 from libra_supervisor.app.parts import batch_shape
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import CheckpointChooser
 from libra_supervisor.app.replicas import Hear, Replicas, make_lane_key
 from libra_supervisor.app.routing import EngineRouter
 from libra_supervisor.app.scoring import reward_pool_of
+from libra_supervisor.app.spread_rollouts import SpreadRollouts
 from libra_supervisor.events import Event
 from libra_supervisor.gateway.gateway import Gateway, GatewayOptions
 from libra_supervisor.gateway.waiting import WaitingRoom
@@ -35,13 +42,12 @@ from libra_supervisor.instances.client import MODEL_NAME
 from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.loop.execute import Terms
 from libra_supervisor.nodes.remote import remote_port
+from libra_supervisor.nodes.site import LEADER
 from libra_supervisor.process.spawn import Spawner
 from libra_supervisor.ranks.gang import Gang, Hindrance
 from libra_supervisor.ranks.torchrun import TRAINER_ID, GangSite
 from libra_supervisor.rewards.pool import RewardPool
-from libra_supervisor.rollouts.client import GenerationSettings
-from libra_supervisor.rollouts.runner import RolloutRunner, RunnerParts
-from libra_supervisor.shared_load.directory import SharedDirectory
+from libra_supervisor.rollouts.runner import RolloutRunner
 from libra_supervisor.shared_load.exchange import LoadExchange
 
 LOOPBACK: Final = "127.0.0.1"
@@ -75,6 +81,9 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster | None = None
     """The other nodes; None when there are none."""
 
+    others: SpreadRollouts | None = None
+    """What has trajectories made on them."""
+
     def terms(self) -> Terms:
         config = self.launch.config
         return Terms(
@@ -93,7 +102,8 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             directory=launch.directory,
             config=config,
             device=launch.device,
-            host=LOOPBACK,
+            # Every node has to reach every server.
+            host=LOOPBACK if self.cluster is None else self.cluster.site.own_host,
             token=self.token,
             token_file=self.token_file,
             env=launch.environ,
@@ -127,12 +137,13 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
                     needed_fraction=config.rollout.gpu_memory_utilization,
                 ),
                 has_devices=has_devices,
+                traffic=self._traffic,
             )
 
         return Fleet(
             launch.plan.instances,
             make=make,
-            watch=DrainWatch(self.scheduler, self.room, self.inbox.post),
+            watch=DrainWatch(self._traffic, self.room, self.inbox.post),
             config=config.supervision,
             spawner=self.spawner,
             weights=config.weights,
@@ -170,10 +181,21 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             port=port_of(placement.instance_id, base),
             served_directory=served_directory,
             rng=self.rng,
-            gate=node,
+            gate=self._node_gate(
+                ChildId(placement.instance_id),
+                placement.node,
+                placement.slots,
+                needed_fraction=site.config.rollout.gpu_memory_utilization,
+            ),
             spawner=cluster.spawner_for(placement.node, self.spawner),
             hold_port=hold_port,
+            traffic=self._traffic,
         )
+
+    @property
+    def _traffic(self) -> Traffic:
+        """What is in flight on servers, from whichever node."""
+        return self.scheduler if self.others is None else self.others
 
     def _others(self) -> Cluster:
         if self.cluster is None:
@@ -231,24 +253,27 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
                 hindrance=None if gate is None else gate.hindrance,
             )
 
-        return Replicas(make, self.inbox.post)
+        return Replicas(make, directory.hybrid, self.inbox.post)
 
     def reshape(self, gang: Gang, placement: TrainPlacement) -> None:
         gang.reshape(self.gang_site(placement), self._gang_hindrance(placement))
 
     def _gang_hindrance(self, placement: TrainPlacement) -> Hindrance | None:
-        """On the devices here, and of the nodes that the ranks lie on."""
-        slots = [it for rank, it in enumerate(placement.slots) if not placement.node_of_rank(rank)]
-        gate = self._gate(TRAINER_ID, slots, needed_fraction=None) if slots else None
+        """On the devices of all nodes that the ranks lie on, and of those nodes themselves."""
         cluster = self.cluster
-        if cluster is None:
-            return None if gate is None else gate.hindrance
-
-        async def hindrance() -> str | None:
-            reason = await cluster.gang_hindrance(placement)
-            return await gate.hindrance() if reason is None and gate is not None else reason
-
-        return hindrance
+        slots_of: dict[NodeRank, list[int]] = {}
+        for rank, slot in enumerate(placement.slots):
+            slots_of.setdefault(placement.node_of_rank(rank), []).append(slot)
+        gates = [
+            self._node_gate(TRAINER_ID, node, slots, needed_fraction=None)
+            if node
+            else self._gate(TRAINER_ID, slots, needed_fraction=None)
+            for node, slots in slots_of.items()
+        ]
+        there = [it for it in gates if it is not None]
+        if cluster is not None:
+            return all_of(partial(cluster.gang_hindrance, placement), there)
+        return there[0].hindrance if there else None
 
     def gang_site(self, placement: TrainPlacement) -> GangSite:
         launch = self.launch
@@ -285,7 +310,24 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             return None
         devices = [launch.devices[slot] for slot in slots]
         own = [it for it in devices if launch.devices.count(it) == devices.count(it)]
-        return DeviceGate(child_id, own, needed_fraction=needed_fraction)
+        return DeviceGate(child_id, look_here(own), needed_fraction=needed_fraction)
+
+    def _node_gate(
+        self,
+        child_id: ChildId,
+        node: NodeRank,
+        slots: Sequence[int],
+        *,
+        needed_fraction: float | None,
+    ) -> NodeGate:
+        """The same on another node, whose own devices are meant by the slots."""
+        remote = self._others().nodes[node]
+        if self.launch.device == "cpu":
+            return NodeGate(remote, None)
+        look = partial(remote.look_at_devices, tuple(slots))
+        where = f" of node {node}"
+        gate = DeviceGate(child_id, look, needed_fraction=needed_fraction, where=where)
+        return NodeGate(remote, gate)
 
     def reward_pool(self) -> RewardPool:
         launch = self.launch
@@ -298,24 +340,12 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def runner(self, tasks: PromptDataset, fleet: Fleet, pool: RewardPool) -> RolloutRunner:
-        config = self.launch.config
-        return RolloutRunner(
-            RunnerParts(
-                tasks=tasks,
-                workflow=load_workflow(config.data.workflow, config.data.workflow_args),
-                tokenizer=self.prompts.tokenizer,
-                router=EngineRouter(self.room, fleet),
-                scorer=pool,
-                post=self.inbox.post,
-                settings=GenerationSettings(
-                    run_seed=config.control.seed,
-                    max_model_len=config.rollout.max_model_len,
-                    max_new_tokens=config.rollout.max_new_tokens,
-                    vocab_size=None if config.model_arch is None else config.model_arch.vocab_size,
-                    temperature=config.rollout.temperature,
-                    top_p=config.rollout.top_p,
-                ),
-            )
+        return rollout_runner(
+            self.launch.config,
+            tasks,
+            router=EngineRouter(self.room, fleet),
+            scorer=pool,
+            post=self.inbox.post if self.others is None else self.others.on_own,
         )
 
     def forecaster(self) -> Forecaster:
@@ -325,15 +355,15 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def load_exchange(self) -> LoadExchange | None:
-        """With the other schedulers of the fleet; None without a shared directory."""
-        scheduling = self.launch.config.heterogeneous_rollout.scheduling
-        if not scheduling.shared_load_dir:
-            return None
-        writer = f"{self.rng.getrandbits(64):016x}"
-        # One supervisor is one scheduler: its run and node name it among all others.
-        rank = f"{self.run_id}-0"
-        files = SharedDirectory(Path(scheduling.shared_load_dir), rank=rank, writer=writer)
-        return LoadExchange(self.scheduler, files, scheduling, rank=rank, writer=writer)
+        """With the other schedulers of the servers; None when this is the only one."""
+        return load_exchange(
+            self.scheduler,
+            self.launch.config,
+            self.launch.directory,
+            run_id=self.run_id,
+            node=None if self.cluster is None else LEADER,
+            rng=self.rng,
+        )
 
     def gateway(self, fleet: Fleet) -> Gateway:
         config = self.launch.config

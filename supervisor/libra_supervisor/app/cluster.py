@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from itertools import groupby
 from random import Random
-from typing import Final, TypeAlias, assert_never
+from typing import Final, Protocol, TypeAlias, assert_never
 
 import anyio
 import anyio.abc
@@ -29,6 +29,7 @@ from libra.planner.plan import TrainPlacement
 from libra.tracing.log import get_log
 from libra.version import __version__
 from libra.wire.api import NodeStatus
+from libra.wire.instance import WeightsReceipt
 from libra.wire.node import Leave, RankLinked, StopAsked
 from libra_supervisor import events
 from libra_supervisor.app.following import GLOO_VARIABLE, config_digest
@@ -66,6 +67,19 @@ _DISMISS_S: Final = 5.0
 _POLL_S: Final = 0.1
 
 _log = get_log()
+
+
+class NodeListener(Protocol):
+    """Who wants to know which nodes come and go."""
+
+    def on_joined(self, node: NodeRank) -> None:
+        """A new session; whatever it did in an earlier one is over."""
+
+    def on_suspected(self, node: NodeRank) -> None: ...
+
+    def on_recovered(self, node: NodeRank) -> None: ...
+
+    def on_lost(self, node: NodeRank) -> None: ...
 
 
 class Cluster:
@@ -115,10 +129,17 @@ class Cluster:
         }
         self._tasks: anyio.abc.TaskGroup | None = None
         self._gang: Gang | None = None
+        self.listener: NodeListener | None = None
+        """Hears of nodes after their children have."""
+
         self._is_replaced = False
         self._newest_term = ""
         self._may_stay: dict[NodeRank, frozenset[ChildId]] | None = None
         self._joined_early: set[NodeRank] = set()
+
+    @property
+    def term(self) -> int:
+        return self._term
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -185,6 +206,12 @@ class Cluster:
             for node, group in groupby(ranks, key=lambda rank: rank[0])
         )
 
+    async def read_weights(
+        self, node: NodeRank, directory: str, manifest_hash: str
+    ) -> WeightsReceipt | None:
+        """`libra_supervisor.ports.Readers`."""
+        return await self.nodes[node].read_weights(directory, manifest_hash)
+
     def take_in_ranks_for(self, gang: Gang) -> None:
         """Ranks that link on other nodes belong to it."""
         self._gang = gang
@@ -245,7 +272,7 @@ class Cluster:
             return lease_port(host)
         return await remote_port(self.nodes[node], host, 0)
 
-    async def _on_event(self, event: ClusterEvent) -> None:
+    async def _on_event(self, event: ClusterEvent) -> None:  # noqa: C901, PLR0912 - a table
         match event:
             case NodeSaid(node, said):
                 self.nodes[node].on_said(said)
@@ -256,12 +283,18 @@ class Cluster:
                 await self._post(events.NodeJoined(node))
             case NodeSuspected(node, reason):
                 _log.warning("node_suspected", node=node, why=reason)
+                if self.listener is not None:
+                    self.listener.on_suspected(node)
             case NodeRecovered(node):
                 _log.info("node_recovered", node=node)
+                if self.listener is not None:
+                    self.listener.on_recovered(node)
             case NodeLost(node, reason):
                 _log.warning("node_lost", node=node, why=reason)
                 self._joined_early.discard(node)
                 self.nodes[node].on_lost(reason)
+                if self.listener is not None:
+                    self.listener.on_lost(node)
                 await self._post(events.NodeLost(node, reason))
             case _:
                 assert_never(event)
@@ -272,6 +305,8 @@ class Cluster:
             return
         self._joined_early.discard(node)
         self.nodes[node].on_joined(tuple(sorted(self._may_stay.pop(node, ()))))
+        if self.listener is not None:
+            self.listener.on_joined(node)
 
     def _on_rank(self, linked: RankLinked, link: RelayedLink) -> None:
         if self._tasks is not None:

@@ -69,6 +69,12 @@ class RunCollector(Collector):
         yield GaugeMetricFamily(
             "libra_trajectories_buffered", "Of complete groups that wait.", status.num_buffered
         )
+        by_node = GaugeMetricFamily(
+            "libra_node_trajectories", "In progress, by the node that makes them.", labels=["node"]
+        )
+        for node in status.nodes:
+            by_node.add_metric([str(node.node)], node.num_samples)
+        yield by_node
         yield from self._of_engines(status)
         yield self._of_affinity()
         yield from self._of_last_step()

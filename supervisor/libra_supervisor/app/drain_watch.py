@@ -1,18 +1,24 @@
 """Until nothing is in flight at an instance that is to leave."""
 
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, Protocol
 
 import anyio
 from anyio.abc import TaskGroup
 
 from libra import clock
 from libra.ids import InstanceId
-from libra.scheduling.scheduler import Scheduler
 from libra_supervisor.events import InstanceDrained
 from libra_supervisor.gateway.waiting import WaitingRoom
 
 POLL_S: Final = 0.05
+
+
+class Traffic(Protocol):
+    """What the run's schedulers have on servers; the scheduler itself where there is one."""
+
+    def num_in_flight(self, instance_id: InstanceId) -> int:
+        """Requests there now, or such as may still be placed there."""
 
 
 class DrainWatch:
@@ -20,11 +26,11 @@ class DrainWatch:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        traffic: Traffic,
         room: WaitingRoom,
         post: Callable[[InstanceDrained], Awaitable[None]],
     ) -> None:
-        self._scheduler = scheduler
+        self._traffic = traffic
         self._room = room
         self._post = post
         self._scope_of: dict[InstanceId, anyio.CancelScope] = {}
@@ -43,6 +49,6 @@ class DrainWatch:
 
     async def _watch(self, instance_id: InstanceId, scope: anyio.CancelScope) -> None:
         with scope:
-            while self._scheduler.num_in_flight(instance_id):
+            while self._traffic.num_in_flight(instance_id):
                 await clock.sleep(POLL_S)
             await self._post(InstanceDrained(instance_id))

@@ -17,6 +17,7 @@ from libra.planner.plan import InstancePlacement
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
 from libra.wire.instance import GO_FILE_VARIABLE, WAITING_SUFFIX, InstanceState, Sampling
+from libra_supervisor.app.drain_watch import Traffic
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.health import Health, HealthMonitor
 from libra_supervisor.instances.poller import InstancePoller, Polled
@@ -129,13 +130,15 @@ class Engine(ChildHooks):
         has_devices: bool = True,
         spawner: Spawner | None = None,
         hold_port: HoldPort | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
         """Nothing is started yet; `port` 0 takes any.
 
         Without `has_devices` a process comes up as far as it can and waits for `give_devices`.
 
         `served_directory` gives the committed version's directory, from which a process that
-        replaces a failed one starts; None for the base model.
+        replaces a failed one starts; None for the base model. `traffic` is what is in flight there,
+        also of other nodes; None: the scheduler's own.
         """
         self._gate = gate
         self._has_devices = has_devices
@@ -147,6 +150,7 @@ class Engine(ChildHooks):
         self.longest_reload_s = 0.0
         self._site = site
         self._scheduler = scheduler
+        self._traffic: Traffic = traffic or scheduler
         self._port = port
         self._served_directory = served_directory
         self._rng = rng
@@ -325,7 +329,7 @@ class Engine(ChildHooks):
         return health.reason
 
     async def drain(self, child: RunningChild) -> None:
-        while self._scheduler.num_in_flight(self.placement.instance_id):
+        while self._traffic.num_in_flight(self.placement.instance_id):
             await clock.sleep(DRAIN_POLL_S)
 
     async def close(self) -> None:
@@ -423,7 +427,7 @@ class Engine(ChildHooks):
             num_tokens=None if metrics is None else metrics.num_tokens,
             num_running=None if metrics is None else metrics.load.num_running,
             # A reload that takes too long is work that does not get done.
-            num_in_flight=self._scheduler.num_in_flight(instance_id)
+            num_in_flight=self._traffic.num_in_flight(instance_id)
             + (self.reload_begun_at is not None),
             now=polled.at,
         )

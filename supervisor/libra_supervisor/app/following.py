@@ -30,6 +30,8 @@ from libra.version import __version__
 from libra.wire.node import PROTOCOL, Hello, StopAsked, Welcome
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.node_hands import NodeHands, Tongue
+from libra_supervisor.app.node_making import MakingSite, NodeMaking
+from libra_supervisor.app.user_threads import abandon_user_threads
 from libra_supervisor.events import ChildEvent
 from libra_supervisor.journal import read_run_id
 from libra_supervisor.nodes.allegiance import Allegiance
@@ -105,6 +107,7 @@ async def follow(following: Following) -> Outcome:
     Whatever the outcome, nothing that was started here is left running.
     """
     become_subreaper()
+    abandon_user_threads()
     try:
         run_id = await _told_run_id(following)
         outcome = await _Follower(following, run_id).to_end()
@@ -180,6 +183,7 @@ class _Follower:
             side = self._allegiance()
             end = FollowerEnd(side, hands, dial=self._dial, rng=self._rng())
             hands.speak_through(Tongue(end.say, end.say_when_room))
+            hands.make_through(NodeMaking(self._making_site(spawner, end), tasks))
             with rank_socket(self._own.root) as (path, listener):
                 hands.control_socket = path
                 tasks.start_soon(
@@ -209,6 +213,19 @@ class _Follower:
             ),
             on_begin=self._begin,
             on_leave=self._leave,
+        )
+
+    def _making_site(self, spawner: LinuxSpawner, end: FollowerEnd) -> MakingSite:
+        return MakingSite(
+            node=self._following.site.rank,
+            run_id=self._run_id,
+            directory=self._following.directory,
+            own=self._own,
+            environ=self._following.environ,
+            spawner=spawner,
+            say=end.say,
+            say_when_room=end.say_when_room,
+            rng=self._rng(),
         )
 
     def _allegiance(self) -> Allegiance:

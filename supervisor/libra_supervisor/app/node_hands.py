@@ -5,19 +5,22 @@ claims in a new session is ended before anything is started under its name, so a
 """
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Final, assert_never
+from typing import Final, Protocol, assert_never
 
 import anyio
 import anyio.abc
 import msgspec
 
 from libra import clock
-from libra.errors import LibraError, PeerError, SiteError
+from libra.errors import InvariantError, LibraError, PeerError, SiteError
 from libra.ids import ChildId, Incarnation, RunId
 from libra.tracing.log import get_log
 from libra.wire import node as wire
+from libra.wire import node_rollouts as rollouts
 from libra.wire.node import NodeCommand, NodeEvent, Welcome
+from libra.wire.node_rollouts import RolloutOrder
 from libra.wire.rank import Hello as RankHello
+from libra_supervisor.app.node_looks import devices_of, read, seen
 from libra_supervisor.instances.port_lease import PortLease, lease_port
 from libra_supervisor.process.child import RunningChild
 from libra_supervisor.process.identity import boot_id
@@ -44,6 +47,16 @@ class Tongue:
     ) -> None:
         self.say = say
         self.say_when_room = say_when_room
+
+
+class Making(Protocol):
+    """What makes trajectories here."""
+
+    def obey(self, order: RolloutOrder) -> None:
+        """Begin what is asked for, without waiting."""
+
+    def let_go(self, reason: str) -> None:
+        """Make nothing any more, and take no requests anywhere; ends beside."""
 
 
 class HeldChild:
@@ -85,6 +98,7 @@ class NodeHands:
         self._on_begin = on_begin
         self._on_leave = on_leave
         self._tongue: Tongue | None = None
+        self._making: Making | None = None
         self._session = 0
         self._term = 0
         self._swept = anyio.Event()
@@ -98,6 +112,9 @@ class NodeHands:
 
     def speak_through(self, tongue: Tongue) -> None:
         self._tongue = tongue
+
+    def make_through(self, making: Making) -> None:
+        self._making = making
 
     # libra_supervisor.nodes.follower.Hands
 
@@ -137,6 +154,10 @@ class NodeHands:
                 self._hold_port(command)
             case wire.FreePort(port):
                 self._free(port)
+            case wire.LookAtDevices():
+                self._tasks.start_soon(self._answer, seen, command, self._devices)
+            case wire.ReadWeights():
+                self._tasks.start_soon(self._answer, read, command)
             case wire.ToRank(link, data):
                 if link in self._pieces:
                     await self._pieces[link].send(data)
@@ -145,12 +166,22 @@ class NodeHands:
                     self._links[link].close()
             case wire.Leave(exit_code, reason):
                 self._on_leave(exit_code, reason)
+            case (
+                rollouts.TakePart()
+                | rollouts.Servers()
+                | rollouts.MakeSamples()
+                | rollouts.MakeAgain()
+                | rollouts.DropJob()
+            ):
+                self._make(command)
             case _:
                 assert_never(command)
 
     async def let_go(self, reason: str) -> None:
         """Kill the ranks at once: the leader counts on it that they are gone by now."""
         self._session += 1
+        if self._making is not None:
+            self._making.let_go(reason)
         bound = [it for it in self._held.values() if it.is_bound]
         if bound:
             _log.warning("ranks_let_go", why=reason, num_agents=len(bound))
@@ -280,9 +311,12 @@ class NodeHands:
     def _own_devices(self, slots: str) -> str:
         """The devices here that slots stand for. Raises SiteError for a slot that is not there."""
         numbers = [int(slot) for slot in slots.split(",") if slot]
-        if any(number >= len(self._devices) for number in numbers):
-            raise SiteError(f"slots {slots} are wanted here, and {len(self._devices)} devices are")
-        return ",".join(self._devices[number] for number in numbers)
+        return ",".join(devices_of(numbers, self._devices))
+
+    def _make(self, order: RolloutOrder) -> None:
+        if self._making is None:
+            raise InvariantError("nothing makes trajectories here")
+        self._making.obey(order)
 
     # Ports
 
@@ -361,6 +395,9 @@ class NodeHands:
             scope.cancel()
 
     # Speaking
+
+    async def _answer(self, answer: Callable[..., Awaitable[NodeEvent]], *what: object) -> None:
+        self._say(await answer(*what))
 
     def _say(self, event: NodeEvent) -> None:
         if self._tongue is not None:

@@ -87,6 +87,9 @@ class Operator:
         self.nodes: Callable[[], tuple[NodeStatus, ...]] = tuple
         """The machines of the run; none are named when there is one."""
 
+        self.num_in_flight: Callable[[InstanceId], int] = scheduler.num_in_flight
+        """Requests on an engine, from whichever node."""
+
         self._children = children
         self._scheduler = scheduler
 
@@ -246,7 +249,7 @@ class Operator:
             pid=process.pid or None,
             num_restarts=member.num_restarts,
             policy_version=member.version,
-            num_in_flight=0 if view is None else view.own_requests,
+            num_in_flight=self.num_in_flight(instance_id),
             num_queued=None if view is None else view.num_queued,
             kv_use_fraction=None if view is None else view.kv_use_fraction,
             signals_age_s=None if view is None else view.snapshot_age_s,

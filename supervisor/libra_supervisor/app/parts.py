@@ -37,7 +37,11 @@ def control_of(launch: Launch, prompts: Prompts, run_id: RunId) -> Control:
     now, config, plan = clock.now(), launch.config, launch.plan
     hybrids = hybrid_desk_of(launch, run_id)
     plans = plan_desk_of(launch, hybrids)
-    pool = RolloutPool([(i.instance_id, i.tp) for i in plan.instances], now=now)
+    pool = RolloutPool(
+        [(i.instance_id, i.tp) for i in plan.instances],
+        now=now,
+        node_of={i.instance_id: i.node for i in plan.instances},
+    )
     min_rollout_gpus = config.global_resource_planner.min_rollout_gpus
     publishes = config.weights.rollout_weight_sync_mode != "none"
     publication = Publication(

@@ -46,6 +46,12 @@ def open_prompts(config: RunConfig) -> Prompts:
     return Prompts(dataset.tokenizer, dataset, cursor, probe, evaluated)
 
 
+def fingerprints_of(prompts: Prompts) -> tuple[str, ...]:
+    """Of all data that groups are made from."""
+    evaluated = () if prompts.evaluated is None else (prompts.evaluated.fingerprint,)
+    return (prompts.dataset.fingerprint, *evaluated)
+
+
 def probe_of(dataset: PromptDataset, max_model_len: int) -> tuple[int, ...]:
     """Token ids whose logprobs engine and trainer compare after every reload: the first prompts."""
     wanted = min(PROBE_TOKENS, max_model_len - 1)

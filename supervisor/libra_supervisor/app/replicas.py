@@ -1,9 +1,13 @@
 """The gangs of hybrid replicas: each is started once, and gone when it is lost or told to leave."""
 
+import shutil
 from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
 from typing import TypeAlias
 
 import anyio
+import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from libra.hybrid.proof import write_key
@@ -37,8 +41,12 @@ def make_lane_key(directory: RunDirectory) -> None:
 class Replicas:
     """`libra_supervisor.ports.Replicas` over gangs in `tasks`."""
 
-    def __init__(self, make: Make, post: Callable[[events.Event], Awaitable[None]]) -> None:
+    def __init__(
+        self, make: Make, folder: Path, post: Callable[[events.Event], Awaitable[None]]
+    ) -> None:
+        """`folder` has a directory for the sockets of each."""
         self._make = make
+        self._folder = folder
         self._post = post
         self._running: dict[ReplicaId, _Replica] = {}
         self._begun: list[TaskGroup] = []
@@ -80,6 +88,8 @@ class Replicas:
 
     async def _run(self, replica: "_Replica") -> None:
         await replica.run()
+        sockets = self._folder / replica.replica_id
+        await anyio.to_thread.run_sync(partial(shutil.rmtree, sockets, ignore_errors=True))
         del self._running[replica.replica_id]
         await self._post(events.ReplicaDown(replica.replica_id, replica.reason))
 

@@ -1,7 +1,8 @@
 """The scheduler behind its two users: the loop that says who serves, and requests to be placed."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from libra import clock
 from libra.ids import GroupId, Incarnation, InstanceId, PolicyVersion
@@ -14,6 +15,8 @@ from libra.scheduling.slot import InstanceSpec
 from libra.tracing.log import get_log
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.gateway.waiting import Placement, WaitingRoom
+from libra_supervisor.instances.client import InstanceClient
+from libra_supervisor.instances.request_watch import RequestWatch
 from libra_supervisor.rollouts.client import Progressed
 
 OWN_CATEGORY = "rollout"
@@ -94,12 +97,36 @@ class SchedulerRouting:
             self._scheduler.set_ready(instance_id, False, now)
 
 
+class Servers(Protocol):
+    """The engines as requests see them. Of one that is unknown: PeerError."""
+
+    def client_of(self, instance_id: InstanceId) -> InstanceClient: ...
+
+    def watch_of(self, instance_id: InstanceId) -> RequestWatch: ...
+
+    def note_progress(self, instance_id: InstanceId) -> None:
+        """A request was served there."""
+
+
+def _any_version() -> PolicyVersion | None:
+    """The loop takes servers out of routing before they hold another version than the others."""
+    return None
+
+
 class EngineRouter:
     """`libra_supervisor.rollouts.client.Router`: our own samples' way to the engines."""
 
-    def __init__(self, room: WaitingRoom, fleet: Fleet) -> None:
+    def __init__(
+        self,
+        room: WaitingRoom,
+        fleet: Servers,
+        *,
+        wanted: Callable[[], PolicyVersion | None] = _any_version,
+    ) -> None:
+        """`wanted` is the version that a request is to be answered with at least."""
         self._room = room
         self._fleet = fleet
+        self._wanted = wanted
 
     async def generate(self, request: GenerationRequest, progressed: Progressed) -> Completion:
         """Place the request, ask that engine, give the place back however it ends.
@@ -114,6 +141,7 @@ class EngineRouter:
             num_prompt_tokens=len(request.prompt_token_ids),
             prompt_id=request.prompt_id,
             category=OWN_CATEGORY,
+            min_version=self._wanted(),
         )
 
         async def ask(placement: Placement) -> Completion:

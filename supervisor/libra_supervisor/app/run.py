@@ -37,12 +37,13 @@ from libra_supervisor.app.operator import ChildStatuses, Facts, Operator
 from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
 from libra_supervisor.app.plan_files import PlanFiles, TrainerPlace
 from libra_supervisor.app.probe_judge import ProbeJudge
-from libra_supervisor.app.prompts import Prompts
+from libra_supervisor.app.prompts import Prompts, fingerprints_of
 from libra_supervisor.app.rank_mail import RankMail
 from libra_supervisor.app.recall import RunMemory, record_run_id, recorded_run_id
 from libra_supervisor.app.replan_desk import DeskPorts, ReplanDesk
 from libra_supervisor.app.replicas import Replicas
 from libra_supervisor.app.routing import SchedulerRouting, explained_if_debugging
+from libra_supervisor.app.spread_rollouts import ClusterRouting, SpreadRollouts
 from libra_supervisor.app.tracer import Tracer
 from libra_supervisor.app.user_threads import abandon_user_threads
 from libra_supervisor.display.console import Display
@@ -234,8 +235,7 @@ class Run:
         self._replans = replans = self._replan_desk(forecaster)
         operator = self._operator(children, forecaster, replans)
         if cluster is not None:
-            operator.nodes = lambda: cluster.status(self._note_of_node)
-            operator.engines_of_node = self._engines_of_node
+            self._show_nodes(operator, cluster, builder.others)
         notifier = Notifier.from_environment(self._launch.environ)
         try:
             async with (
@@ -267,6 +267,14 @@ class Run:
             with anyio.CancelScope(shield=True):  # bounded by the trackers themselves
                 await anyio.to_thread.run_sync(self._trackers.close)
         return self._outcome or Outcome(INTERRUPTED, "interrupted")
+
+    def _show_nodes(
+        self, operator: Operator, cluster: Cluster, others: SpreadRollouts | None
+    ) -> None:
+        operator.engines_of_node = self._engines_of_node
+        if others is not None:
+            operator.nodes = lambda: others.status(cluster.status(self._note_of_node))
+            operator.num_in_flight = others.num_in_flight
 
     def _engines_of_node(self, node: int) -> tuple[InstanceId, ...]:
         instances = self._control.plans.plan.instances
@@ -316,12 +324,14 @@ class Run:
         replans: ReplanDesk,
     ) -> None:
         """Until the end of the loop; rollouts and effects end here."""
-        fleet, gang = children.fleet, children.gang
+        fleet, gang, others = children.fleet, children.gang, builder.others
         pool = builder.reward_pool()
         runner = builder.runner(self._prompts.dataset, fleet, pool)
         # Without data for evaluations nothing is ever started on it.
         evaluated = self._prompts.evaluated or self._prompts.dataset
         evaluations = builder.runner(evaluated, fleet, pool)
+        if others is not None:
+            others.begin(runner, evaluations, note_served=fleet.note_progress)
         mail = RankMail(gang)
         probe_judge = self._probe_judge = ProbeJudge(self._launch, learn=forecaster.learn)
         async with anyio.create_task_group() as work:
@@ -333,9 +343,10 @@ class Run:
                     trainer=TrainerPlace(builder, gang),
                     plans=PlanFiles(self._launch, self._memory, forecaster),
                     engines=fleet,
-                    rollouts=runner,
-                    evaluations=evaluations,
-                    routing=SchedulerRouting(self._scheduler, fleet, builder.room),
+                    readers=builder.cluster,
+                    rollouts=others or runner,
+                    evaluations=others or evaluations,
+                    routing=self._routing(fleet, builder),
                     records=RecordsWriter(self._launch.directory, self._trackers),
                     judge=forecaster,
                     judge_probe=probe_judge,
@@ -354,6 +365,8 @@ class Run:
                 self._say_notices,
             ):
                 work.start_soon(task)
+            if others is not None:
+                work.start_soon(others.run)
             if (exchange := builder.load_exchange()) is not None:
                 work.start_soon(exchange.run)
             work.start_soon(tick, self.inbox)
@@ -365,10 +378,16 @@ class Run:
                 on_stall=None if builder.cluster is None else builder.cluster.check_after_stall,
             )
             self._scheduler.stop_admitting()
-            runner.cancel_all("the run is over")
-            evaluations.cancel_all("the run is over")
+            for made in (runner, evaluations) if others is None else (others,):
+                made.cancel_all("the run is over")
             await executor.until_written()
             work.cancel_scope.cancel()
+
+    def _routing(self, fleet: Fleet, builder: Builder) -> SchedulerRouting | ClusterRouting:
+        own = SchedulerRouting(self._scheduler, fleet, builder.room)
+        if builder.others is None:
+            return own
+        return ClusterRouting(own, fleet, builder.others)
 
     async def _end_children(self, children: Children) -> None:
         """End every child; what is still said about them is noted and decides nothing."""
@@ -403,20 +422,37 @@ class Run:
     def _builder(self, spawner: Spawner, cluster: Cluster | None) -> Builder:
         given = self._config.api.api_token_file
         token_file = Path(given) if given else self._launch.directory.token
+        token = read_or_make_token(token_file)
         return Builder(
             launch=self._launch,
             prompts=self._prompts,
             run_id=self._run_id,
-            token=read_or_make_token(token_file),
+            token=token,
             token_file=token_file,
             spawner=spawner,
             cluster=cluster,
+            others=None if cluster is None else self._others(cluster, token_file),
             scheduler=self._scheduler,
             room=WaitingRoom(self._scheduler, spans=self._spans),
             inbox=self.inbox,
             rng=Random(f"{self._run_id} {clock.wall_ns()}"),  # noqa: S311 - jitter and names
             meter=ServingMeter({i.instance_id: i.tp for i in self._launch.plan.instances}),
         )
+
+    def _others(self, cluster: Cluster, token_file: Path) -> SpreadRollouts:
+        others = SpreadRollouts(
+            cluster.nodes,
+            term=cluster.term,
+            traffic=self._scheduler,
+            fingerprints=fingerprints_of(self._prompts),
+            token_file=token_file,
+            kv_capacity_by_tp=kv_capacity_by_tp(self._config, self._launch.plan),
+            post=self.inbox.post,
+        )
+        cluster.listener = others
+        for rank, node in cluster.nodes.items():
+            node.on_rollouts = partial(others.on_word, rank)
+        return others
 
     def _served_directory(self) -> Path | None:
         """A replaced engine starts from the committed version; the first ones from the base."""

@@ -42,7 +42,8 @@ def status_text(status: StatusSnapshot) -> str:
 def _node_line(node: NodeStatus) -> str:
     since = "" if node.since_s is None else f" for {duration(node.since_s)}"
     why = f": {node.detail}" if node.detail else ""
-    return f"node {node.node} ({node.host}): {node.state}{since}{why}"
+    makes = f", {node.num_samples} trajectories in progress"
+    return f"node {node.node} ({node.host}): {node.state}{since}{makes}{why}"
 
 
 def _rows(child: ChildStatus) -> list[tuple[str, ...]]:

@@ -9,21 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-import msgspec
-
 from libra.errors import SiteError
+from libra.wire.node import DeviceMemory
 
 _CORES_PER_WORD: Final = 64
-
-
-class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one device, at one moment."""
-
-    device: str
-    used_bytes: int
-    total_bytes: int
-    pids: tuple[int, ...]
-    """Who holds it, as far as the driver tells; inside a container often nobody or foreign pids."""
 
 
 def device_memory(devices: Sequence[str]) -> tuple[DeviceMemory, ...]:

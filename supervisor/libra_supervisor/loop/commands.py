@@ -4,7 +4,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from libra.ids import GroupId, Incarnation, InstanceId, PolicyVersion, ReplicaId
+from libra.ids import GroupId, Incarnation, InstanceId, NodeRank, PolicyVersion, ReplicaId
 from libra.planner.plan import HybridPlacement, InstancePlacement, Plan
 from libra.pools.hybrid import BegunStep
 from libra.rollouts.group import AdmittedGroup, CompleteGroup
@@ -28,11 +28,13 @@ class PrepareExport(msgspec.Struct, frozen=True, tag=True):
 
 
 class CheckExport(msgspec.Struct, frozen=True, tag=True):
-    """Compare the published directory with its manifest, in a thread."""
+    """Compare the published directory with its manifest, once on every node that has servers."""
 
     version: PolicyVersion
     directory: str
     manifest_hash: str
+    nodes: tuple[NodeRank, ...] = ()
+    """Besides this one."""
 
 
 class TellRanks(msgspec.Struct, frozen=True, tag=True):

@@ -18,8 +18,8 @@ from anyio.abc import TaskGroup
 from libra import clock
 from libra.algorithms.advantage import advantages
 from libra.config.algorithm import AlgorithmConfig
-from libra.errors import DataError, LibraError, PeerError
-from libra.ids import PolicyVersion, ReplicaId, RunId
+from libra.errors import DataError, LibraError, PeerError, SiteError
+from libra.ids import NodeRank, PolicyVersion, ReplicaId, RunId
 from libra.planner.plan import Plan
 from libra.pools.hybrid import BegunStep
 from libra.rollouts.batch import BatchShape, shard
@@ -27,7 +27,7 @@ from libra.rollouts.group import CompleteGroup
 from libra.storage.arrival import when_visible
 from libra.storage.atomic import discard_directory
 from libra.storage.checkpoints import list_complete_checkpoints
-from libra.storage.manifests import NotVisibleYetError, read_manifest, verify_weights
+from libra.storage.manifests import verify_announced
 from libra.storage.receipt import SETTLE_S
 from libra.weights.retention import deletable_versions
 from libra.wire.hybrid import HybridStep, MemberShare
@@ -44,7 +44,16 @@ from libra_supervisor.loop import commands
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.plan_memory import PlanMemory
 from libra_supervisor.loop.rollout_state import encoded
-from libra_supervisor.ports import Engines, Ranks, Replicas, Rollouts, Routing, Shards, Trainers
+from libra_supervisor.ports import (
+    Engines,
+    Ranks,
+    Readers,
+    Replicas,
+    Rollouts,
+    Routing,
+    Shards,
+    Trainers,
+)
 from libra_supervisor.records.step import StepRecord
 from libra_supervisor.records.writer import RecordsWriter
 from libra_supervisor.run_directory import RunDirectory
@@ -76,6 +85,9 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
     trainer: Trainers
     plans: Plans
     engines: Engines
+    readers: Readers | None = None
+    """On other nodes; None where there are none."""
+
     rollouts: Rollouts
     evaluations: Rollouts
     """The same for the evaluation's data."""
@@ -270,15 +282,53 @@ class Executor:
         )
 
     async def _check_export(self, command: commands.CheckExport) -> None:
-        # Without it the files would often be too new for a receipt.
-        await clock.sleep(2 * SETTLE_S)
-        check = partial(_check_weights, Path(command.directory), command.manifest_hash)
-        receipt, error = None, ""
+        receipt_of: dict[NodeRank, WeightsReceipt] = {}
+        async with anyio.create_task_group() as elsewhere:
+            for node in command.nodes:
+                elsewhere.start_soon(self._have_read, node, command, receipt_of)
+            # Without it the files would often be too new for a receipt.
+            await clock.sleep(2 * SETTLE_S)
+            error = await self._read_here(command, receipt_of)
+            if error:
+                elsewhere.cancel_scope.cancel()
+        checked = ExportChecked(command.version, command.manifest_hash, error, receipt_of)
+        await self._post(checked)
+
+    async def _read_here(
+        self, command: commands.CheckExport, receipt_of: dict[NodeRank, WeightsReceipt]
+    ) -> str:
+        """What is wrong with the export; empty when nothing is."""
+        check = partial(verify_announced, Path(command.directory), command.manifest_hash)
+
+        def on_wait(lack: str) -> None:
+            _log.warning("weights_not_seen_yet", version=command.version, why=lack)
+
         try:
-            receipt = await when_visible(check)
+            receipt = await when_visible(check, on_wait=on_wait)
         except DataError as found:
-            error = str(found)
-        await self._post(ExportChecked(command.version, command.manifest_hash, error, receipt))
+            return str(found)
+        if receipt is not None:
+            receipt_of[NodeRank(0)] = receipt
+        return ""
+
+    async def _have_read(
+        self,
+        node: NodeRank,
+        command: commands.CheckExport,
+        receipt_of: dict[NodeRank, WeightsReceipt],
+    ) -> None:
+        """A node that cannot say leaves it to its servers, which read for themselves."""
+        if self._ports.readers is None:
+            return
+        try:
+            receipt = await self._ports.readers.read_weights(
+                node, command.directory, command.manifest_hash
+            )
+        except PeerError as error:
+            _log.warning("weights_not_read", version=command.version, node=node, why=str(error))
+            return
+        if receipt is not None:
+            receipt_of[node] = receipt
 
     def _retire_versions(self, pinned: frozenset[PolicyVersion], loading: frozenset[Path]) -> None:
         published = {
@@ -293,7 +343,7 @@ class Executor:
             in_use={version for version, path in published.items() if path in loading},
         )
         for version in doomed:
-            discard_directory(published[version])
+            _retire(published[version])
 
     # Ranks
 
@@ -372,7 +422,7 @@ class Executor:
         """Make room for one more; at least one complete checkpoint is always there."""
         complete = list_complete_checkpoints(self._terms.directory.checkpoints)
         for info in complete[max(1, self._terms.keep_last - 1) :]:
-            discard_directory(info.directory)
+            _retire(info.directory)
 
     # Engines
 
@@ -441,16 +491,25 @@ def _share(replica_id: ReplicaId, shards: Shards) -> MemberShare:
 
 
 def _discard_if_there(directory: Path) -> None:
+    """Raises SiteError when it stays where something is to be written."""
     if directory.exists():
-        discard_directory(directory)
+        try:
+            left = discard_directory(directory)
+        except OSError as error:
+            raise SiteError(f"{directory} cannot be removed: {error.strerror}") from error
+        _say_left(left)
 
 
-def _check_weights(directory: Path, manifest_hash: str) -> WeightsReceipt | None:
-    """Return the receipt of having read them. Raises as `verify_weights`."""
-    manifest, found_hash = read_manifest(directory)
-    if found_hash != manifest_hash:
-        # A shared disk may still show what an earlier attempt wrote there.
-        raise NotVisibleYetError(
-            f"{directory}: the manifest's hash is {found_hash}, announced: {manifest_hash}"
-        )
-    return verify_weights(directory, manifest)
+def _retire(directory: Path) -> None:
+    """What nobody needs any more; the run goes on without the space that it does not give back."""
+    try:
+        left = discard_directory(directory)
+    except OSError as error:
+        _log.warning("directory_not_removed", path=str(directory), why=error.strerror)
+    else:
+        _say_left(left)
+
+
+def _say_left(left: Path | None) -> None:
+    if left is not None:
+        _log.warning("directory_not_removed", path=str(left), why="something in it is held")

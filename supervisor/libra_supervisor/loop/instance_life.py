@@ -104,7 +104,7 @@ def on_engines(  # noqa: C901, PLR0912 - a table
             if event.error:
                 reason = f"the trainer's weights v{event.version} are broken: {event.error}"
                 return (commands.EndRun(4, reason),)
-            state.publication.on_checked(event.receipt)
+            state.publication.on_checked(event.receipt_of)
             state.book.on_reload_begun(at)
             return state.publication.reload(at=at)
         case _:

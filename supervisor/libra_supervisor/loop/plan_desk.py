@@ -19,6 +19,7 @@ from libra.pools.reconfiguration import Order, Reconfiguration
 from libra.pools.transition import PHASE_OF
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.plan_memory import PlanMemory
+from libra_supervisor.loop.stage_clock import StageClock
 from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRecord
 
 STALLED: Final = "stalled"
@@ -56,6 +57,9 @@ class PlanDesk:
         self.change: Reconfiguration | None = None
         self.home: Plan | None = None
         """With every node there, once the loss of one has changed the plan."""
+
+        self.stages = StageClock()
+        """Of the change under way."""
 
         self.interrupted: Order | None = None
         """A change that an earlier supervisor did not end."""
@@ -130,12 +134,23 @@ class PlanDesk:
                 f"a replica has {wanted.train.ep} data-parallel ranks, for EP {wanted.train.ep}, "
                 f"and the core only {wanted.train.dp}"
             )
+        if wanted.hybrids and (why := self._too_many_shards(wanted)):
+            return why
         # As if it had been configured: batches have to divide, degrees to fit the model.
         known = check_rules(planned_config(self._config, self.plan))
         for problem in check_rules(planned_config(self._config, wanted)):
             if problem not in known:
                 return f"{problem.path} {problem.what}"
         return ""
+
+    def _too_many_shards(self, wanted: Plan) -> str:
+        """Every data-parallel rank has to get something of a mini-batch."""
+        training = self._config.training
+        size = training.mini_batch_size or training.batch_size
+        num_shards = wanted.train.dp + len(wanted.hybrids) * wanted.train.ep
+        if num_shards <= size:
+            return ""
+        return f"a mini-batch of {size} trajectories cannot be cut for {num_shards} ranks"
 
     def ground(self, pool: RolloutPool, placements: tuple[InstancePlacement, ...]) -> Ground:
         """What holds devices now: those of `placements` that the pool has not given up."""

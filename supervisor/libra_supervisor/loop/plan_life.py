@@ -13,9 +13,11 @@ from libra.pools.reconfiguration import Order, Reconfiguration, Result
 from libra.pools.transition import Transition, in_words
 from libra_supervisor import events
 from libra_supervisor.loop import commands
+from libra_supervisor.loop.change_stages import stages_now
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.run_state import RunState
+from libra_supervisor.loop.stage_clock import StageClock
 from libra_supervisor.loop.transition_orders import orders_for
 from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRecord
 
@@ -96,6 +98,8 @@ def on_training_failed(state: RunState, reason: str, at: Moment) -> tuple[Comman
 def follow_change(state: RunState, at: Moment) -> tuple[Command, ...]:
     """Tell the change under way what has become of servers and of the trainer."""
     done = [*_resume(state, at)]
+    if state.plans.change is not None:
+        state.plans.stages.look(stages_now(state, state.plans.change), now=at.now)
     for notice in _notices(state):
         change = state.plans.change
         if change is None:
@@ -144,6 +148,7 @@ def begin(
 ) -> tuple[Command, ...]:
     """Make it the change that is under way; `fields` say why in the log."""
     state.plans.change = change
+    state.plans.stages = StageClock(attempt=state.attempt)
     said = commands.Say("reconfiguration_begun", fields)
     return (said, *_carried_out(state, change.begin(now=at.now), at))
 
@@ -156,10 +161,11 @@ def overtaken(state: RunState, reason: str, at: Moment) -> tuple[Command, ...]:
     plans, change = state.plans, state.plans.change
     if change is None:
         return ()
+    plans.stages.look({}, now=at.now)
     plans.change = None
     plans.lost = change.ground.lost
     record = _record(state, change.order, "failed", f"overtaken: {reason}", at)
-    return _told(state, record)
+    return _told(state, msgspec.structs.replace(record, stages=plans.stages.seconds))
 
 
 def why_not_now(state: RunState) -> str:
@@ -197,6 +203,7 @@ def _resume(state: RunState, at: Moment) -> tuple[Command, ...]:
         timeout_s=plans.policy.timeout_s,
         now=at.now,
     )
+    plans.stages = StageClock(attempt=state.attempt)
     fields: dict[str, object] = {"decision": order.decision_id, "turned_by": order.turned_by}
     said = commands.Say("reconfiguration_resumed", fields)
     return (said, *_carried_out(state, change.begin(now=at.now), at))
@@ -266,6 +273,7 @@ def _ended(
     state: RunState, change: Reconfiguration, result: Result, at: Moment
 ) -> tuple[Command, ...]:
     plans, order = state.plans, change.order
+    plans.stages.look({}, now=at.now)
     plans.change = None
     plans.lost = change.ground.lost
     before, plans.plan = plans.plan, result.plan
@@ -275,6 +283,7 @@ def _ended(
         total_s=result.total_s,
         stalled_s=result.stalled_s,
         phases=result.phases,
+        stages=plans.stages.seconds,
         transitions=result.transitions,
         started=_beyond(result.plan, before),
         stopped=_beyond(before, result.plan),

@@ -8,6 +8,7 @@ against the probe logprobs that the trainer sent along with the export.
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import msgspec
 
@@ -51,6 +52,7 @@ from libra_supervisor.loop.open_batch import OpenBatch, ReloadCounts, disagreeme
 from libra_supervisor.loop.transfer_desk import TransferDesk
 from libra_supervisor.records.reload import RefusedAck, StrayAck
 
+LEADER: Final = NodeRank(0)
 MAX_FAILED_BATCHES = 3
 """In a row, for one version: by then it is the weights or the site, not a process that died."""
 
@@ -78,7 +80,7 @@ class Publication:
         self._terms = terms
         self._pool = pool
         self._exported: WeightsExported | None = None
-        self._receipt: WeightsReceipt | None = None
+        self._receipt_of: dict[NodeRank, WeightsReceipt] = {}
         self._is_being_checked = False
         self._open: OpenBatch | None = None
         self._desk = TransferDesk(
@@ -163,14 +165,20 @@ class Publication:
         return (Say("transfer_broken_off", fields, is_warning=True),)
 
     def on_exported(self, exported: WeightsExported) -> tuple[Command, ...]:
-        self._exported, self._receipt = exported, None
+        self._exported, self._receipt_of = exported, {}
         self._is_being_checked = True
-        check = CheckExport(exported.policy_version, exported.directory, exported.manifest_hash)
+        nodes = {member.node for member in self._pool.members} - {LEADER}
+        check = CheckExport(
+            exported.policy_version,
+            exported.directory,
+            exported.manifest_hash,
+            tuple(sorted(nodes)),
+        )
         return (check,)
 
-    def on_checked(self, receipt: WeightsReceipt | None) -> None:
-        """Every byte of the export is right; `receipt` spares servers on this host reading it."""
-        self._receipt = receipt
+    def on_checked(self, receipt_of: dict[NodeRank, WeightsReceipt]) -> None:
+        """Every byte of the export is right; a node's receipt spares its servers reading it."""
+        self._receipt_of = receipt_of
         self._is_being_checked = False
 
     def reload(self, *, at: Moment) -> tuple[Command, ...]:
@@ -303,7 +311,7 @@ class Publication:
         """The trainer went back: what the engines hold is no longer anybody's policy."""
         cancelled = self._cancel("the gang was lost", at=at)
         self._is_retry_due = False
-        self._exported = self._receipt = None
+        self._exported, self._receipt_of = None, {}
         self._is_being_checked = False
         self._committed = None
         self._desk.on_gang_lost()
@@ -362,7 +370,7 @@ class Publication:
             pause_mode=self._terms.weights.rollout_weight_pause_mode,
             probe_token_ids=self._terms.probe_token_ids,
             force=force,
-            receipt=self._receipt,
+            receipt=next(iter(self._receipt_of.values()), None),
             transfer=transfer,
         )
         batch = ReloadBatch(
@@ -372,6 +380,7 @@ class Publication:
             strategy=self._terms.weights.rollout_weight_reload_strategy,
             ack_timeout_s=self._terms.weights.rollout_weight_ack_timeout_s,
             min_rollout_gpus=0 if is_catch_up else self._terms.min_rollout_gpus,
+            receipt_of=self._receipt_of,
         )
         self._open = OpenBatch(
             batch=batch,
@@ -579,7 +588,7 @@ class Publication:
     def _members_in(self, ids: Iterable[InstanceId]) -> list[Member]:
         members = (self._pool[instance_id] for instance_id in ids)
         return [
-            Member(m.instance_id, m.incarnation, NodeRank(0), m.num_gpus)
+            Member(m.instance_id, m.incarnation, m.node, m.num_gpus)
             for m in members
             if m.incarnation is not None and not m.is_leaving
         ]

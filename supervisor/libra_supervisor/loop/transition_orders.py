@@ -3,6 +3,8 @@
 from typing import assert_never
 
 from libra.ids import InstanceId
+from libra.planner.plan import InstancePlacement
+from libra.pools.ground import server_slots
 from libra.pools.member import MemberState
 from libra.pools.transition import (
     AttachHybrid,
@@ -32,13 +34,20 @@ def orders_for(  # noqa: C901, PLR0911, PLR0912 - a table
     match transition:
         case Warm(placements):
             for it in placements:
-                pool.add(it.instance_id, it.tp, now=at.now, is_warming=True)
+                pool.add(
+                    it.instance_id,
+                    it.tp,
+                    now=at.now,
+                    node=it.node,
+                    is_warming=True,
+                    waits_for=_holders(state, it),
+                )
             return tuple(commands.AddInstance(it, has_devices=False) for it in placements)
         case Start(placements):
             for it in placements:
                 member = pool.get(it.instance_id)
                 if member is None or member.state is MemberState.GONE:
-                    pool.add(it.instance_id, it.tp, now=at.now)
+                    pool.add(it.instance_id, it.tp, now=at.now, node=it.node)
                 pool.on_given_devices(it.instance_id, now=at.now)
             return tuple(commands.AddInstance(it, has_devices=True) for it in placements)
         case Drain(instance_ids, gives_back):
@@ -77,6 +86,17 @@ def orders_for(  # noqa: C901, PLR0911, PLR0912 - a table
             return ()
         case _:
             assert_never(transition)
+
+
+def _holders(state: RunState, placement: InstancePlacement) -> frozenset[InstanceId]:
+    """Instances that have a device which `placement` is to get."""
+    change = state.plans.change
+    slots = server_slots(placement)
+    return frozenset(
+        it.instance_id
+        for it in (change.ground.servers if change is not None else ())
+        if it.instance_id != placement.instance_id and server_slots(it.placement) & slots
+    )
 
 
 def _leave(state: RunState, instance_id: InstanceId, at: Moment) -> tuple[Command, ...]:

@@ -15,7 +15,9 @@ from libra.errors import ChildError, NodeAwayError, PeerError, SiteError
 from libra.ids import ChildId, Incarnation, NodeRank
 from libra.tracing.log import get_log
 from libra.wire import node as wire
-from libra.wire.node import MAX_PIECE_BYTES, NodeCommand, NodeEvent, NodeReply
+from libra.wire.instance import WeightsReceipt
+from libra.wire.node import MAX_PIECE_BYTES, DeviceMemory, NodeCommand, NodeEvent, NodeReply
+from libra.wire.node_rollouts import RolloutWord
 from libra.wire.rank import RankEvent
 from libra_supervisor.nodes.leader import LeaderEnd
 from libra_supervisor.process.child import ExitStatus
@@ -59,6 +61,9 @@ class RemoteNode:
         self.on_stop: Callable[[wire.StopAsked], None] | None = None
         """Called when somebody stops the node's supervisor."""
 
+        self.on_rollouts: Callable[[RolloutWord], None] | None = None
+        """Called with what the node says of trajectories."""
+
     async def hindrance(self) -> str | None:
         """Why nothing can be started there now; None when it can."""
         if not self._end.reigns():
@@ -78,6 +83,10 @@ class RemoteNode:
         self._drop_all(reason)
 
     def on_said(self, event: NodeEvent) -> None:  # noqa: C901, PLR0912 - a table
+        if isinstance(event, RolloutWord):
+            if self.on_rollouts is not None:
+                self.on_rollouts(event)
+            return
         match event:
             case wire.ProcessEnded():
                 self._on_ended(event)
@@ -95,7 +104,15 @@ class RemoteNode:
                 link_or_none = self._links.pop(event.link, None)
                 if link_or_none is not None:
                     link_or_none.on_end(event.error)
-            case wire.Started() | wire.Failed() | wire.TreeGone() | wire.Lines() | wire.PortHeld():
+            case (
+                wire.Started()
+                | wire.Failed()
+                | wire.TreeGone()
+                | wire.Lines()
+                | wire.PortHeld()
+                | wire.DevicesSeen()
+                | wire.WeightsRead()
+            ):
                 self._on_reply(event)
             case _:
                 assert_never(event)
@@ -139,6 +156,23 @@ class RemoteNode:
         """Hold a port there, any for 0. Raises PeerError."""
         held = await self.ask(wire.PortHeld, lambda call: wire.HoldPort(call, host, port))
         return held.port
+
+    async def look_at_devices(self, slots: tuple[int, ...]) -> tuple[DeviceMemory, ...]:
+        """Memory in use there; lacks devices that more slots stand for than these.
+
+        Raises SiteError when its driver does not say, PeerError when the node does not.
+        """
+        seen = await self.ask(wire.DevicesSeen, lambda call: wire.LookAtDevices(call, slots))
+        if seen.why_blind:
+            raise SiteError(f"node {self.node}: {seen.why_blind}")
+        return seen.devices
+
+    async def read_weights(self, directory: str, manifest_hash: str) -> WeightsReceipt | None:
+        """Have it read a published version in full. Raises PeerError when it does not match."""
+        read = await self.ask(
+            wire.WeightsRead, lambda call: wire.ReadWeights(call, directory, manifest_hash)
+        )
+        return read.receipt
 
     def free_port(self, port: int) -> None:
         if self._is_member:

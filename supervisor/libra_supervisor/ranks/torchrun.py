@@ -203,6 +203,9 @@ def _environment(site: GangSite, attempt: Attempt) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
     }
+    if site.agents:
+        # Where rank 0 listens for servers of other nodes, which come for weights.
+        env["LIBRA_RANK_0_HOST"] = site.agents[0].host
     if site.device == "cpu":
         env |= {
             # Megatron's fused functions go through torch.compile, which gains nothing here.

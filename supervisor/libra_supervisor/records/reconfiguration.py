@@ -66,6 +66,9 @@ class ReconfigurationRecord(
     phases: dict[str, float]
     """Seconds by kind of transition (`drain`, `stop`, `start`, ...), those side by side once."""
 
+    stages: dict[str, dict[str, float]] = {}
+    """Seconds by child and by what it did: `vllm-2: {start: 8.1, load: 0.2}`."""
+
     transitions: tuple[str, ...]
     """In words, in order, those of a roll-back included."""
 

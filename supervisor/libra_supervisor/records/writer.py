@@ -68,12 +68,14 @@ class RecordsWriter:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append one line in one write; a torn last line of a crash is closed first."""
+    """Append one line, in one write where the disk takes it; a torn last line is closed first."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         size = os.fstat(descriptor).st_size
         is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, (b"\n" if is_torn else b"") + line + b"\n")
+        left = memoryview((b"\n" if is_torn else b"") + line + b"\n")
+        while left:
+            left = left[os.write(descriptor, left) :]
     finally:
         os.close(descriptor)
 

@@ -49,6 +49,9 @@ class RewardPool:
         self._send, self._jobs = anyio.create_memory_object_stream[_Job]()
         self._is_ready = anyio.Event()
         self._num_starts = 0
+        self.is_over = False
+        """Workers cannot be had any more: what is said of a case from then on is not its fault."""
+
         self.num_scored = 0
         self.failed_by_reason: Counter[str] = Counter()
         """Failed cases by the first words of their reason."""
@@ -103,8 +106,12 @@ class RewardPool:
             except ChildError:
                 num_failed_starts += 1
                 if num_failed_starts == MAX_FAILED_STARTS:
+                    self.is_over = True
                     raise
                 await clock.sleep(RESTART_DELAY_S * num_failed_starts)
+            except BaseException:
+                self.is_over = True
+                raise
 
     def _count(self, outcome: float | RewardFailed) -> None:
         if isinstance(outcome, RewardFailed):

@@ -109,13 +109,15 @@ class RolloutRunner:
             finally:
                 self._task_group = None
 
-    def start(self, group: AdmittedGroup) -> None:
+    def start(self, group: AdmittedGroup, samples: Sequence[int] | None = None) -> None:
+        """Make these samples of the group; None: all of it."""
         if self._task_group is None:
             raise InvariantError(f"{group.group_id} was started while no runner runs")
         if group.group_id in self._scopes:
             raise InvariantError(f"{group.group_id} was started twice")
         scope = self._scopes[group.group_id] = anyio.CancelScope()
-        self._task_group.start_soon(self._run_group, group, scope, name=group.group_id)
+        wanted = range(group.n_samples) if samples is None else tuple(samples)
+        self._task_group.start_soon(self._run_group, group, wanted, scope, name=group.group_id)
 
     def cancel(self, group_id: GroupId) -> None:
         """Stop the group's samples: from now on nothing more is posted about them.
@@ -152,7 +154,9 @@ class RolloutRunner:
                     )
             passed_on = alive
 
-    async def _run_group(self, group: AdmittedGroup, scope: anyio.CancelScope) -> None:
+    async def _run_group(
+        self, group: AdmittedGroup, wanted: Sequence[int], scope: anyio.CancelScope
+    ) -> None:
         try:
             with scope:
                 task = await to_thread.run_sync(self._parts.tasks.task, group.prompt.row)
@@ -162,7 +166,7 @@ class RolloutRunner:
                         samples.start_soon(self._run_sample, group, task, index)
 
                     self._again[group.group_id] = begin_again
-                    for index in range(group.n_samples):
+                    for index in wanted:
                         samples.start_soon(self._begin_sample, group, task, index)
         finally:
             if self._scopes.get(group.group_id) is scope:

@@ -188,7 +188,7 @@ def test_what_is_in_flight_is_given_back_where_nobody_waits_for_it(fake_run):
 
 
 def test_a_server_that_does_not_come_up_is_given_up_in_time_and_the_plan_before_serves(fake_run):
-    run = fake_run(global_resource_planner={**ELASTIC, "runtime_reconfigure_timeout_s": 6.0})
+    run = fake_run(global_resource_planner={**ELASTIC, "runtime_reconfigure_timeout_s": 15.0})
     run.env["FAKE_SERVER"] = '{"start_s": 0.0, "slow": {"vllm-2": 600}}'
     run.start()
     run.until_step(2)
@@ -198,7 +198,7 @@ def test_a_server_that_does_not_come_up_is_given_up_in_time_and_the_plan_before_
     want(run.run_dir, with_instances(plan, 0, 1), decision_id=2)
     back = ended(run, 2)
     assert back.outcome == "rolled_back"
-    assert back.reason == "wait until vllm-2 serves: not over within 6 s"
+    assert back.reason == "wait until vllm-2 serves: not over within 15 s"
     assert set(servers(run)) == {"vllm-0"}
     step = max(run.steps())
     run.until_step(step + 2)

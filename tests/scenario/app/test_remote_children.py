@@ -5,19 +5,24 @@ import os
 import signal
 import sys
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import anyio
 import pytest
 
+from fake_runs import SUPPORT
 from gangs import config, of, ready, trained
 from libra import clock
 from libra.errors import ChildError, PeerError, SiteError
 from libra.ids import ChildId, Incarnation, Rank
 from libra.planner.plan import TrainPlacement
+from libra.storage import arrival
+from libra.storage.receipt import holds
 from libra.wire.node import Leave
 from libra.wire.rank import MiniBatch, Sample, TrainStep
+from libra_supervisor.app.device_gate import DeviceGate, NodeGate, all_of
 from libra_supervisor.events import ChildExited, ChildReady, ChildStarted, ChildWaiting, GangLost
 from libra_supervisor.instances.port_lease import lease_port
 from libra_supervisor.nodes.members import NodeLost
@@ -35,6 +40,7 @@ from libra_supervisor.ranks.torchrun import AgentSite, GangSite
 from libra_supervisor.run_directory import RunDirectory
 from processes import CHILDREN, alive, processes_tagged, python, site, until
 from two_nodes import TERMS, two_nodes
+from weight_dirs import publish_weights
 
 pytestmark = pytest.mark.anyio
 SHORT = Deadlines(
@@ -436,3 +442,95 @@ async def test_the_loss_of_a_node_takes_the_gang_down_until_it_is_back(tmp_path)
         await ready(place, 2, within_s=30)
         await gang.send(Rank(1), TrainStep(1, ()))
         await until(lambda: trained(place, 2) == [1], within_s=20)
+
+
+@pytest.mark.case("R-B79")
+async def test_a_node_reads_a_published_version_once_for_all_its_servers(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrival, "LOOK_AGAIN_S", 0.01)
+    directory, announced = publish_weights(tmp_path / "weights", 3)
+    hidden = directory.with_name("hidden")
+    directory.rename(hidden)
+    async with site(tmp_path / "run") as place, two_nodes(place) as nodes:
+
+        async def come():
+            await clock.sleep(0.2)
+            hidden.rename(directory)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(come)
+            receipt = await nodes.node.read_weights(str(directory), announced)
+        assert holds(receipt, directory, ["model.safetensors"])
+        monkeypatch.setattr(arrival, "VISIBLE_WITHIN_S", 0.1)
+        with pytest.raises(PeerError, match=r"node 1: .* announced was"):
+            await nodes.node.read_weights(str(directory), "another")
+        assert nodes.node.is_member
+
+
+@pytest.fixture
+def used(tmp_path, monkeypatch):
+    """Say how much is in use of the follower's devices, of which a fake driver has four."""
+    path = tmp_path / "used.json"
+    monkeypatch.syspath_prepend(SUPPORT / "fake_driver")
+    monkeypatch.setenv("FAKE_NVML", str(path))
+
+    def set_used(**gib_of):
+        path.write_text(json.dumps({name[1:]: it * 2**30 for name, it in gib_of.items()}))
+
+    set_used()
+    return set_used
+
+
+def gate_of(nodes, *slots):
+    look = partial(nodes.node.look_at_devices, slots)
+    gate = DeviceGate(ChildId("vllm-0"), look, needed_fraction=0.9, where=" of node 1")
+    return NodeGate(nodes.node, gate)
+
+
+@pytest.mark.case("R-B50")
+async def test_a_start_on_another_node_waits_until_its_device_there_is_free(tmp_path, used):
+    async with site(tmp_path / "run") as place, two_nodes(place) as nodes:
+        nodes.hands._devices = ("3", "2", "1", "1")
+        used(_2=80, _1=80)
+        assert await gate_of(nodes, 0).hindrance() is None
+        reason = await gate_of(nodes, 0, 1).hindrance()
+        assert reason.startswith(
+            "waiting for GPU 2 of node 1: 80.0 of 100.0 GiB are in use (pid 4711)"
+        )
+        assert await gate_of(nodes, 2).hindrance() is None, "its neighbour's as well"
+        assert "GPU 1 of node 1" in await gate_of(nodes, 2, 3).hindrance()
+        used()
+        assert await gate_of(nodes, 1).hindrance() is None
+        both = all_of(gate_of(nodes, 0).hindrance, [gate_of(nodes, 1), gate_of(nodes, 2, 3)])
+        assert await both() is None
+        used(_2=80, _1=70)
+        assert [it[12:27] for it in (await both()).split("; ")] == [
+            "GPU 2 of node 1", "GPU 1 of node 1", "GPU 1 of node 1"
+        ]  # fmt: skip
+
+        async def first():
+            return "a node is away"
+
+        assert await all_of(first, [gate_of(nodes, 1)])() == "a node is away"
+        used()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nodes.leader, "reigns", lambda: False)
+            assert "a leader before this one" in await gate_of(nodes, 1).hindrance()
+        nodes.net.cut()
+        with anyio.fail_after(20):
+            while nodes.node.is_member:
+                await clock.sleep(0.05)
+        assert (await gate_of(nodes, 1).hindrance()).startswith("node 1 is away")
+        assert (await both()).startswith("node 1 is away")
+
+
+async def test_what_cannot_be_looked_at_hinders_nothing(tmp_path, used, monkeypatch):
+    """The start itself says what is wrong."""
+    async with site(tmp_path / "run") as place, two_nodes(place) as nodes:
+        assert await gate_of(nodes, 7).hindrance() is None
+        with pytest.raises(PeerError, match="slots 7 are wanted here, and 2 devices are"):
+            await nodes.node.look_at_devices((7,))
+        nodes.hands._devices = ("0",)
+        monkeypatch.delenv("FAKE_NVML")
+        assert await gate_of(nodes, 0).hindrance() is None
+        with pytest.raises(SiteError, match=r"node 1: .*Driver Not Loaded"):
+            await nodes.node.look_at_devices((0,))

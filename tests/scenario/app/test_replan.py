@@ -24,6 +24,7 @@ ELASTIC = {
     "runtime_cluster_swap_enabled": True,
     "memory_budget_safety_margin_bytes": 0,
     "runtime_switch_cost_prior_s": 0.001,
+    "elastic_hybrid_min_rollout_gpus": 2,
 }
 
 

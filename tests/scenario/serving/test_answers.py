@@ -113,6 +113,12 @@ async def test_the_pause_mode_decides_what_becomes_of_running_requests(app, runn
     assert (len(choice["token_ids"]) < 100) == (mode == "abort")
 
 
+async def test_nothing_is_stamped_for_a_client_that_has_left(app, running):
+    async with running():
+        answer = await app.complete(client_leaves=True)
+    assert (answer.status, answer.body) == (200, b"null")
+
+
 async def test_errors_of_the_engine_pass_unchanged(app, running):
     async with running():
         answer = await app.complete(is_bad=True)

@@ -1,6 +1,7 @@
 """Who may call what, and what a guarded reload refuses, does and reports."""
 
 import json
+import sys
 import time
 
 import anyio
@@ -12,7 +13,9 @@ from fake_engine import probe_logprobs
 from guarded_app import TOKEN
 from libra import clock
 from libra.serving import reload as serving_reload
-from libra.serving.middleware import MAX_RELOAD_BYTES, WEIGHT_ROUTES
+from libra.serving.launch import prepare
+from libra.serving.middleware import MAX_RELOAD_BYTES, WEIGHT_ROUTES, LibraMiddleware
+from libra.storage import manifests
 from libra.storage.arrival import VISIBLE_WITHIN_S
 from libra.storage.manifests import read_manifest, verify_weights
 from libra.storage.receipt import stamps_of
@@ -237,7 +240,7 @@ async def test_with_a_receipt_that_holds_the_files_are_not_read_again(
     app, running, receipt_of, monkeypatch
 ):
     receipt = receipt_of(app.published[2][0])
-    monkeypatch.setattr(serving_reload, "verify_weights", None)
+    monkeypatch.setattr(serving_reload, "verify_and_stamp", None)
     async with running():
         request = app.request_for(2, receipt=receipt)
         ack = await app.reload(2, receipt=receipt)
@@ -275,8 +278,13 @@ async def test_a_receipt_does_not_spare_the_tensors_their_fit(app, running, rece
     assert app.engine.calls == []
 
 
-async def test_weights_changed_while_the_engine_loads_them_are_not_served(app, running, receipt_of):
+@pytest.mark.parametrize("are_settled", [True, False], ids=["settled", "from a clock ahead"])
+async def test_weights_changed_while_the_engine_loads_them_are_not_served(
+    app, running, receipt_of, monkeypatch, are_settled
+):
     directory = app.published[2][0]
+    receipt = receipt_of(directory) if are_settled else None
+    monkeypatch.setattr(manifests, "are_settled", lambda _: are_settled)
     path = directory / "model.safetensors"
     load = app.engine.collective_rpc
 
@@ -286,11 +294,83 @@ async def test_weights_changed_while_the_engine_loads_them_are_not_served(app, r
 
     app.engine.collective_rpc = load_and_disturb
     async with running():
-        ack = await app.reload(2, receipt=receipt_of(directory))
+        ack = await app.reload(2, receipt=receipt)
         answer = await app.complete()
     assert "was changed while it was loaded" in ack.error
     assert ack.policy_version is None
     assert answer.status == 503
+
+
+@pytest.fixture
+def started_on(app, monkeypatch):
+    """The directory of v2, on which the server was started."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    directory, _ = app.published[2]
+    environment = dict(app.environment)
+    prepare(["--", str(directory)], environment)
+    for name in environment.keys() - app.environment.keys():
+        monkeypatch.setenv(name, environment[name])
+    app.middleware = LibraMiddleware(app.inner, guard=app._guard)
+    return directory
+
+
+@pytest.mark.case("R-B82")
+async def test_a_server_that_was_started_on_a_version_serves_it(app, running, started_on):
+    assert started_on.name == "v000002"
+    async with running():
+        state = await app.call("GET", "/libra/state")
+        answer = await app.complete()
+    assert state.json["policy_version"] == 2
+    assert answer.status == 200
+
+
+@pytest.mark.parametrize("change", ["other bytes", "gone", "another manifest"])
+async def test_weights_changed_while_a_server_starts_on_them_are_not_served(
+    app, running, started_on, change
+):
+    directory = started_on
+    if change == "gone":
+        (directory / "model.safetensors").unlink()
+    elif change == "other bytes":
+        (app.published[3][0] / "model.safetensors").replace(directory / "model.safetensors")
+    else:
+        (app.published[3][0] / "manifest.json").replace(directory / "manifest.json")
+    async with running():
+        state = await app.call("GET", "/libra/state")
+        answer = await app.complete()
+        ack = await app.reload(1, force=True)
+        cured = await app.complete()
+    assert state.json["policy_version"] is None
+    assert answer.status == 503
+    assert str(directory).encode() in answer.body
+    assert (ack.error, cured.status) == (None, 200)
+
+
+@pytest.mark.case("R-B79")
+async def test_a_version_of_an_earlier_attempt_is_not_taken_for_the_announced_one(app, running):
+    """Another host may see the directory that stood there before for a while."""
+    app.engine.step_s = 0.2
+    directory, _ = app.published[2]
+    stood_before = directory.with_name("stood_before")
+    directory.rename(stood_before)
+    app.published[2] = publish_weights(app.weights_directory, 2, tensors=tiny_tensors(9))
+    request = app.request_for(2)
+    to_come = directory.with_name("to_come")
+    directory.rename(to_come)
+    stood_before.rename(directory)
+
+    async def come():
+        await clock.sleep(VISIBLE_WITHIN_S / 2)
+        assert app.engine.calls == []
+        directory.rename(stood_before)
+        to_come.rename(directory)
+
+    async with running(), anyio.create_task_group() as tasks:
+        tasks.start_soon(come)
+        ack = await app.reload(2)
+        state = await app.state()
+    assert ack.error is None
+    assert state["manifest_hash"] == request.manifest_hash
 
 
 @pytest.mark.case("T-B68")

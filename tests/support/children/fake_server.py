@@ -37,8 +37,9 @@ switches = json.loads(os.environ.get("FAKE_SERVER", "{}"))
 
 
 def answer(prompt, body, version):
-    """Ids that every tokenizer of the tests has."""
-    return [20 + (len(prompt) + version + k) % 60 for k in range(body["max_tokens"])]
+    """Ids that every tokenizer of the tests has; samples of a group differ, as their seeds do."""
+    first = len(prompt) + version + (body.get("seed") or 0)
+    return [20 + (first + k) % 60 for k in range(body["max_tokens"])]
 
 
 async def main():

@@ -3,10 +3,12 @@
 FAKE_STEP_S is how long a step takes. ACKs are judged beside it, as by the real one.
 """
 
+import json
 import os
 import socket
 import sys
 import time
+from math import prod
 from pathlib import Path
 from queue import Queue
 from threading import Lock, Thread
@@ -71,6 +73,14 @@ METRICS = TrainMetrics(
 def say(event):
     with saying:
         connection.sendall(encode_frame(msgspec.msgpack.encode(event)))
+
+
+def dp_rank():
+    if "--config" not in sys.argv:
+        return rank
+    path = Path(sys.argv[sys.argv.index("--config") + 1])
+    config = json.loads(path.read_text())["training"]
+    return rank // prod(config[f"train_{size}_size"] for size in ("tp", "pp", "cp"))
 
 
 def export(command: ExportWeights):
@@ -143,7 +153,7 @@ def obey_all():
 
 start_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
 run_id = os.environ["LIBRA_RUN_ID"]
-say(Hello(run_id, attempt, rank, world, rank, rank, 0, 0, 0, 0, os.getpid(), start_ticks))
+say(Hello(run_id, attempt, rank, world, rank, dp_rank(), 0, 0, 0, 0, os.getpid(), start_ticks))
 say(ModelReady(rank, 0 if restored is None else int(restored.name[5:]), 1000, 0.1))
 Thread(target=obey_all, daemon=True).start()
 decoder = FrameDecoder()

@@ -1,11 +1,14 @@
 """Whole runs over hosts with addresses of their own: steps, crashes, cuts."""
 
 import json
+import os
 import signal
+import sys
 import time
 
 import pytest
 
+from fake_runs import SUPPORT
 from netns_hosts import hosts
 from node_runs import NodeRun
 
@@ -58,6 +61,56 @@ def test_the_crash_of_a_follower_costs_its_lease_and_no_step(tmp_path):
         assert run.call("stop").returncode == 0
         assert run.wait_all() == {0: 0, 1: 0, 2: 0}, run.said()
         assert sorted(set(run.steps())) == list(range(1, 1 + max(run.steps())))
+
+
+def test_every_node_makes_trajectories_and_the_crash_of_one_costs_and_doubles_none(tmp_path):
+    with hosts(3) as made:
+        # The third host has neither servers nor ranks: it makes trajectories and nothing else.
+        # What waits for the lease of a lost one must not be too stale by then.
+        options = {"total_steps": 1000, "max_head_offpolicyness": 1000}
+        run = NodeRun(made, tmp_path, gpus=(2, 2), **options)
+        run.start_all("-o", "reward=slow_rewards:said")
+        run.until(lambda: all(scored_on(run, rank) >= 4 for rank in (0, 1, 2)), within_s=120)
+        run.until(lambda: in_progress(run)[2], within_s=60)
+        run.crash(2)
+        del run.processes[2]
+        run.until(lambda: "samples_made_elsewhere" in run.said(), within_s=60)
+        before = max(run.steps(), default=0)
+        run.until_step(before + 2)
+        before = scored_on(run, 2)
+        run.start(2, "-o", "reward=slow_rewards:said")
+        run.until(lambda: scored_on(run, 2) > before, within_s=60)
+        assert run.call("stop").returncode == 0
+        assert run.wait_all() == {0: 0, 1: 0, 2: 0}, run.said()
+        assert run.steps() == list(range(1, 1 + len(run.steps())))
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    assert [it["node"] for it in plan["instances"]] == [0, 0]
+    assert plan["train"]["node"] == 1
+    names = [it["trajectory_id"] for it in trained_on(run)]
+    assert len(names) == 8 * len(run.steps())
+    assert len(set(names)) == len(names)
+    # Each by the first try of its prompt.
+    assert {name.split("/")[2] for name in names} == {"a0"}
+    lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["num_dropped"] == {}
+
+
+def scored_on(run, rank):
+    home = run.run_dir / "nodes" / str(rank) if rank else run.run_dir
+    path = home / "logs" / "reward-0.log"
+    return path.read_text().count("scored row-") if path.exists() else 0
+
+
+def in_progress(run):
+    """Trajectories by node."""
+    answer = run.call("status", "--json")
+    assert answer.returncode == 0, answer.stderr
+    return [node["num_samples"] for node in json.loads(answer.stdout)["nodes"]]
+
+
+def trained_on(run):
+    paths = sorted((run.run_dir / "trajectories").glob("step_*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
 def test_a_leader_that_is_killed_and_started_again_goes_on_with_the_servers_of_all(tmp_path):
@@ -167,3 +220,36 @@ def test_a_step_of_slurm_says_who_takes_part_and_who_leads(tmp_path):
         assert run.steps() == [1, 2]
         instances = json.loads((run.run_dir / "plan.json").read_text())["instances"]
         assert [it["node"] for it in instances] == [0, 0, 0, 1]
+
+
+@pytest.mark.long
+@pytest.mark.case("R-B50")
+def test_servers_and_ranks_wait_for_the_memory_of_their_devices_on_another_node(tmp_path):
+    used = [tmp_path / f"used-{rank}.json" for rank in range(2)]
+    driver = os.pathsep.join([str(SUPPORT / "fake_driver"), *filter(None, sys.path)])
+    env_of = {
+        rank: {"FAKE_NVML": str(path), "CUDA_VISIBLE_DEVICES": "0,1", "PYTHONPATH": driver}
+        for rank, path in enumerate(used)
+    }
+    used[0].write_text("{}")
+    used[1].write_text(json.dumps({"0": 80 * 2**30}))
+    with hosts(2) as made:
+        run = NodeRun(made, tmp_path, total_steps=1000, gpus=(3, 1), env_of=env_of)
+        run.start_all("-o", "device=cuda")
+        journal, waits = run.run_dir / "journal.jsonl", "GPU 0 of node 1: 80.0 of 100.0 GiB"
+        run.until(lambda: journal.exists() and waits in journal.read_text(), within_s=60)
+        assert run.state_of("vllm-2") == "waiting"
+        assert run.steps() == []
+        used[1].write_text("{}")
+        run.until_step(1)
+        assert run.state_of("vllm-2") != "waiting"
+        # The gang, too, before its second start.
+        used[1].write_text(json.dumps({"1": 50 * 2**30}))
+        for rank in made.children(run.processes[1], "fake_trainer.py"):
+            rank.kill()
+        waits = '"trainer","reason":"waiting for GPU 1 of node 1: 50.0 of 100.0 GiB'
+        run.until(lambda: waits in journal.read_text(), within_s=60)
+        used[1].write_text("{}")
+        run.until_step(max(run.steps()) + 2)
+        assert run.call("stop").returncode == 0
+        assert run.wait_all() == {0: 0, 1: 0}, run.said()

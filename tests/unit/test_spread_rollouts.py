@@ -1,0 +1,168 @@
+"""What the leader tells the other nodes of groups and servers, and when it gives up on one."""
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from libra.errors import PeerError
+from libra.wire import node_rollouts as wire
+from libra_supervisor.app.spread_rollouts import ClusterRouting, SpreadRollouts
+from libra_supervisor.events import SampleGaveUp, SampleStarted
+from made_there import Idle, OwnRunner
+from trajectories import admitted
+
+HERE, THERE = admitted(0, n_samples=16), admitted(1, n_samples=2)
+
+
+class Told:
+    """A follower, by what it was told."""
+
+    def __init__(self):
+        self.said = []
+        self.is_member = True
+
+    def say(self, order):
+        if not self.is_member:
+            raise PeerError("it is away")
+        self.said.append(order)
+
+    def kinds(self):
+        return [type(order) for order in self.said]
+
+
+class Leader:
+    def __init__(self, num_others=1):
+        self.others = {rank: Told() for rank in range(1, num_others + 1)}
+        self.own, self.posted = OwnRunner(), []
+        self.rollouts = SpreadRollouts(
+            self.others,
+            term=3,
+            traffic=Idle(),
+            fingerprints=("f",),
+            token_file=Path("/t"),
+            kv_capacity_by_tp={1: 10},
+            post=self.post,
+        )
+        self.rollouts.begin(self.own, OwnRunner(), note_served=lambda _name: None)
+
+    async def post(self, event):
+        self.posted.append(event)
+
+    def able(self, rank):
+        self.rollouts.on_word(rank, wire.CanMake(("f",)))
+
+    async def heard(self):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.rollouts.run)
+            await anyio.wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+
+
+def test_a_node_that_cannot_be_told_gets_nothing_more_and_what_it_had_is_made_here():
+    leader = Leader()
+    (told,) = leader.others.values()
+    leader.able(1)
+    told.is_member = False
+    for group in (HERE, THERE, admitted(2)):
+        leader.rollouts.start(group)
+    assert leader.rollouts.node_of(THERE.group_id) == 1
+    assert set(leader.own.started) == {HERE.group_id, admitted(2).group_id}
+    leader.rollouts.on_lost(1)
+    assert leader.own.started[THERE.group_id] == (0, 1)
+
+
+def test_jobs_of_one_term_are_told_from_those_of_every_other():
+    leader = Leader()
+    leader.able(1)
+    for group in (HERE, THERE):
+        leader.rollouts.start(group)
+    (order,) = [it for it in leader.others[1].said if isinstance(it, wire.MakeSamples)]
+    assert 3 << 32 < order.job < 4 << 32
+    assert (order.prompt_id, order.row, order.epoch, order.attempt) == ("row-1", 1, 0, 0)
+    assert (order.n_samples, order.samples) == (2, (0, 1))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_what_is_no_trajectory_fails_its_sample_and_nothing_else():
+    leader = Leader()
+    leader.able(1)
+    for group in (HERE, THERE):
+        leader.rollouts.start(group)
+    job = leader.others[1].said[-1].job
+    leader.rollouts.on_word(1, wire.SampleBegun(job, 0))
+    piece = wire.TrajectoryPiece(job=job, sample=0, data=b"no", is_last=True)
+    leader.rollouts.on_word(1, piece)
+    leader.rollouts.on_word(1, piece)
+    await leader.heard()
+    started, gave_up = leader.posted
+    assert started == SampleStarted(THERE.group_id, 0)
+    assert isinstance(gave_up, SampleGaveUp)
+    assert "node 1 sent no trajectory" in gave_up.failure.message
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_servers_are_told_at_once_to_who_takes_part_and_before_what_needs_them():
+    leader = Leader(num_others=2)
+    first, second = leader.others.values()
+    leader.able(1)
+    leader.rollouts.on_word(2, wire.CannotMake("its disk is full"))
+    for told in (first, second):
+        assert told.kinds() == [wire.TakePart]
+        assert told.said[0].kv_capacity_by_tp == {1: 10}
+    fleet = OneServer()
+    routing = ClusterRouting(NoRouting(), fleet, leader.rollouts)
+    routing.know("vllm-0", "a", None, is_planned=False)
+    routing.serve("vllm-0", 4)
+    leader.rollouts.start(HERE)
+    leader.rollouts.start(THERE)
+    await leader.heard()
+    # Two changes of one turn are one message, and the job comes after it.
+    assert first.kinds() == [wire.TakePart, wire.Servers, wire.MakeSamples]
+    entry = first.said[1].changed[0]
+    assert (entry.instance_id, entry.version, entry.is_ready) == ("vllm-0", 4, True)
+    assert (first.said[1].wanted, entry.url, entry.tp) == (4, "http://vllm-0", 2)
+    routing.withdraw("vllm-0", is_draining=False)
+    await leader.heard()
+    assert not first.said[-1].changed[0].is_ready
+    routing.forget("vllm-0")
+    await leader.heard()
+    assert first.said[-1].gone == ("vllm-0",)
+    assert second.kinds() == [wire.TakePart]
+    assert routing.places_of([HERE.group_id, THERE.group_id]) == {
+        f"{HERE.group_id}/s0": "vllm-0",
+        THERE.group_id: "is made on node 1",
+    }
+
+
+def test_a_server_that_has_ended_since_it_answered_is_told_of_to_nobody():
+    leader = Leader()
+    fleet = OneServer()
+    fleet.url = None
+    routing = ClusterRouting(NoRouting(), fleet, leader.rollouts)
+    routing.know("vllm-0", "a", None, is_planned=False)
+    assert leader.rollouts.roster.take_changes() is None
+
+
+class OneServer:
+    url = "http://vllm-0"
+
+    def tp_of(self, _instance_id):
+        return 2
+
+    def url_or_none(self, _instance_id):
+        return self.url
+
+
+class NoRouting:
+    """The leader's own scheduler."""
+
+    def know(self, *_what, is_planned): ...
+    def serve(self, *_what): ...
+    def withdraw(self, _instance_id, *, is_draining): ...
+    def forget(self, _instance_id): ...
+
+    def places_of(self, group_ids):
+        return {f"{group_ids[0]}/s0": "vllm-0"}
