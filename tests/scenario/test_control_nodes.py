@@ -247,12 +247,15 @@ def test_a_gang_that_comes_up_on_nodes_that_are_back_is_moved_at_a_step_boundary
     world, rng = started(total_steps=14)
     world.lose(ONE)
     world.lose(TWO)
-    world.is_held = lambda event: isinstance(event, events.InstanceRetired)
+    late = (events.InstanceDrained, events.InstanceAnswered)
+    world.is_held = lambda event: isinstance(event, late)
     world.pass_time(PATIENCE_S)
-    # A server that gives its slot takes long to end; meanwhile both nodes are there again.
+    # A server that gives its slot has long answers; meanwhile both nodes are there again.
     world.join(ONE)
     world.join(TWO)
     world.until(rng, lambda: world.control.ready_step is not None)
+    world.is_held = lambda event: isinstance(event, events.InstanceDrained)
+    world.until(rng, lambda: world.control.cycle.phase is Phase.COLLECTING)
     world.is_held = lambda event: False
     world.until(rng, lambda: world.records)
     world.pass_time(PATIENCE_S)

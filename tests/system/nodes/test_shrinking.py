@@ -1,9 +1,11 @@
 """Runs that go on without a node that they lost, and take it in again."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from netns_hosts import hosts
 from node_runs import NodeRun
