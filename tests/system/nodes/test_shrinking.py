@@ -62,6 +62,7 @@ def test_megatron_goes_on_in_fewer_ranks_and_grows_back(tmp_path, quickstart):
             train_data=str(quickstart / "train.jsonl"),
             total_steps=1000,
             save_interval=1,
+            max_head_offpolicyness=0,
             node_lease_s=20,
             node_loss_policy="shrink",
             node_loss_patience_s=5,
@@ -86,5 +87,5 @@ def test_megatron_goes_on_in_fewer_ranks_and_grows_back(tmp_path, quickstart):
     assert found == [("node_lost", "done", 1), ("node_back", "done", 2)]
     assert sorted(set(run.steps())) == list(range(1, 1 + max(run.steps())))
     lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
-    # Weights, optimizer and engines stay together through both changes.
-    assert max(json.loads(line)["kl_mismatch"] for line in lines) < 0.1
+    # At staleness 0 the engines say of the weights what the trainer says, through both changes.
+    assert max(json.loads(line)["kl_mismatch"] for line in lines) < 1e-3
