@@ -1,6 +1,6 @@
 """The one way news reaches the loop: a bounded stream of events."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Generic, TypeVar
 
 import anyio
@@ -38,7 +38,7 @@ class Inbox(Generic[T]):
             return False
         return True
 
-    async def events(self) -> AsyncIterator[T]:
+    async def events(self) -> AsyncGenerator[T, None]:
         async for event in self._receive:
             yield event
 

@@ -1,7 +1,9 @@
 """Leaders, followers and a network that delays, cuts and forgets; every clock at its own rate.
 
-The model is made of the inputs: which messages were put, which were carried out, and under whom.
-Time is true time; each machine sees only its own clock.
+The model is made of the inputs: which messages were put, which were carried out, and under whom,
+which servers run on which machine, which versions were committed and by whom. Time is true time;
+each machine sees only its own clock. Another leader begins when the one before is dead or stands
+still; one that stood still looks for a later term before it does anything else.
 """
 
 from collections import deque
@@ -58,6 +60,9 @@ class Leader:
         self.told: dict[str, list[bytes]] = {}
         self.acked: dict[str, set[bytes]] = {}
         self.attempt_of: dict[int, int] = {}
+        self.server_of: dict[int, int] = {}
+        """By node, what it takes for running there."""
+
         charter = Charter(
             run_id="r", run_directory="/r", term=term, leader=f"L{term}", version="1",
             config_digest="d", num_nodes=world.num_nodes, lease=TERMS, keep=KEEP,
@@ -82,6 +87,10 @@ class Leader:
         if connection is not None:
             self.wires[connection].down.append(envelope)
         return True
+
+    @property
+    def has_successor(self):
+        return self.world.term > self.term
 
     def on_message(self, wire, message):
         if isinstance(message, Hello):
@@ -111,13 +120,33 @@ class Leader:
             self.hear(wire.follower.node, body)
 
     def hear(self, node, body):
-        if body.startswith(b"ended"):
+        word, _, number = body.partition(b" ")
+        if word == b"ended":
             self.attempt_of.pop(node, None)
+        elif word == b"trained" and self.attempt_of.get(node) == int(number):
+            self.world.on_committed(self)
 
     def note(self, news):
         for it in news:
-            if isinstance(it, NodeJoined) or self.members.state_of(it.node) is NodeState.LOST:
+            is_new = isinstance(it, NodeJoined)
+            if is_new or self.members.state_of(it.node) is NodeState.LOST:
                 self.attempt_of.pop(it.node, None)
+                self.server_of.pop(it.node, None)
+            if is_new:
+                self.adopt(it.node)
+
+    def adopt(self, node):
+        """The first session of a node under this leader: what runs there may go on."""
+        is_first = self.members[node].num_sessions == 1
+        known = self.world.written_down.get(node) if is_first else None
+        if self.put(node, b"keep %d" % (known or 0)) and known is not None:
+            self.server_of[node] = known
+
+    def serve(self, node):
+        number = self.world.next_server()
+        if self.put(node, b"serve %d" % number):
+            self.server_of[node] = number
+            self.world.written_down[node] = number
 
     def drop(self, wire):
         wire.leader_open = False
@@ -133,6 +162,10 @@ class Follower:
         self.wire: Wire | None = None
         self.is_dead = False
         self.attempt: int | None = None
+        self.servers: list[int] = []
+        """Of its one slot."""
+
+        self.has_swept = False
         about = Hello(
             protocol=PROTOCOL, version="1", config_digest="d", run_id="", node=node,
             host="h", boot_id=f"b{node}-{machine}", pid=pid, start_ticks=pid, dial=0,
@@ -148,9 +181,12 @@ class Follower:
 
     def settle(self):
         """What the follower's own alarm does: without a lease the ranks end at once."""
-        if self.attempt is not None and self.side.standing(now=self.now) is not Standing.HELD:
+        standing = self.side.standing(now=self.now)
+        if self.attempt is not None and standing is not Standing.HELD:
             self.attempt = None
             self.say(b"ended")
+        if standing is Standing.OVER:
+            self.servers.clear()
 
     def say(self, body):
         if not self.side.session_id:
@@ -180,6 +216,7 @@ class Follower:
             wire = self.wire
             result = self.side.on_reply(message, now=self.now)
             if isinstance(result, Opened):
+                self.has_swept = self.has_swept and not result.is_new
                 wire.up.extend(self.side.to_send())
                 return
             if isinstance(result, SessionOver):
@@ -197,7 +234,15 @@ class Follower:
             self.done.setdefault(session, []).append(body)
             self.world.on_obeyed(self, session)
             word, _, number = body.partition(b" ")
-            if word == b"start":
+            if word == b"keep":
+                self.servers = [it for it in self.servers if it == int(number)]
+                self.has_swept = True
+                continue
+            assert self.has_swept, "something came before what says who may stay"
+            if word == b"serve":
+                # What has the name is ended before.
+                self.servers = [int(number)]
+            elif word == b"start":
                 assert self.attempt is None, "two gangs on one node"
                 self.attempt = int(number)
             elif word == b"end" and self.attempt is not None:
@@ -207,11 +252,24 @@ class Follower:
 
 @pytest.mark.case("R-B84")
 class LinkMachine(RuleBasedStateMachine):
-    @initialize(num_nodes=st.integers(2, 4), seed=st.lists(rates, min_size=8, max_size=8))
-    def begin(self, num_nodes, seed):
+    @initialize(
+        num_nodes=st.integers(2, 4),
+        seed=st.lists(rates, min_size=8, max_size=8),
+        looks=st.booleans(),
+    )
+    def begin(self, num_nodes, seed, looks):
+        self.looks = looks
+        """False: a leader that stood still does not see that it was replaced; followers do."""
+
         self.true, self.num_nodes = 0.0, num_nodes
         self.rates, self.num_made = seed, 0
-        self.num_wires = self.num_bodies = self.num_attempts = 0
+        self.num_wires = self.num_bodies = self.num_attempts = self.num_servers = 0
+        self.written_down: dict[int, int] = {}
+        """In the run directory: the server of each node that was started last."""
+
+        self.commits: list[int] = []
+        """Terms of the leaders that committed a version, in true order."""
+
         self.term = 1
         self.highest_obeyed: dict[int, int] = {}
         self.leader_of_session: dict[str, Leader] = {}
@@ -225,9 +283,27 @@ class LinkMachine(RuleBasedStateMachine):
         self.num_made += 1
         return self.rates[self.num_made % len(self.rates)]
 
+    def next_server(self):
+        self.num_servers += 1
+        return self.num_servers
+
+    def on_committed(self, leader):
+        if not self.looks:
+            return
+        assert not self.rules_after(leader), "a version was committed by a leader that is over"
+        assert leader.term >= max(self.commits, default=0), "an older leader committed after it"
+        self.commits.append(leader.term)
+
+    def rules_after(self, leader):
+        """Whether a later leader counts on it that this one is over."""
+        later = [it for it in self.leaders if it.term > leader.term]
+        return any(it.members.reigns(now=it.now) for it in later)
+
     def on_obeyed(self, follower, session):
         term = int(session[1:].partition("-")[0])
         leader = next(it for it in self.leaders if it.term == term)
+        if self.looks:
+            assert not self.rules_after(leader), "two leaders are obeyed"
         assert leader.members.state_of(follower.node) is not NodeState.LOST, "obeyed when lost"
         if follower is not self.followers[follower.node]:
             return
@@ -369,6 +445,8 @@ class LinkMachine(RuleBasedStateMachine):
         if not is_other_machine:
             old.hang_up()
             old.attempt = None
+            # The next process of the machine ends what is left of this one.
+            old.servers.clear()
             old.is_dead = True
         machine = old.machine + is_other_machine
         new = Follower(self, old.node, pid=old.pid + 1, term=old.side.term, machine=machine)
@@ -384,7 +462,69 @@ class LinkMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 3))
     def wake_leader(self, which):
-        self.leaders[which % len(self.leaders)].is_paused = False
+        leader = self.leaders[which % len(self.leaders)]
+        leader.is_paused = False
+        if self.looks and leader.has_successor:
+            leader.is_dead = True
+
+    # Servers: one on each follower's machine, which waits for a leader that is started again
+
+    @rule(number=st.integers(0, 5))
+    def serve(self, number):
+        for leader in self.leaders:
+            if leader.runs and not leader.has_successor:
+                leader.serve(self.pick(number).node)
+
+    @rule(number=st.integers(0, 5))
+    def train(self, number):
+        """A rank has done what makes a version."""
+        follower = self.pick(number)
+        follower.settle()
+        if follower.attempt is not None:
+            follower.say(b"trained %d" % follower.attempt)
+
+    @rule(number=st.integers(0, 5), count=st.integers(0, 6))
+    def serve_through_a_crash(self, number, count):
+        """A server runs, its leader dies, the next one takes it over; the link may break."""
+        self.join(number, 0)
+        self.serve(number)
+        self.exchange(number)
+        self.replace_leader(stays=False)
+        self.dial(number, -1)
+        self.deliver(0, count)
+        self.dial(number, -1)
+        self.exchange(number)
+        self.serve(number)
+        self.exchange(number)
+
+    @rule(number=st.integers(0, 5))
+    def obey_through_a_pause(self, number):
+        """A leader that stood still finds signs of life of before and answers them."""
+        self.join(number, 0)
+        self.replace_leader(stays=True)
+        for _ in range(44):
+            self.step(0.25)
+        self.beat(number)
+        self.wake_leader(len(self.leaders) - 2)
+        self.command(number, len(self.leaders) - 2)
+        self.exchange(number)
+        for _ in range(8):
+            self.step(0.25)
+
+    @rule(number=st.integers(0, 5))
+    def train_through_a_pause(self, number):
+        """What makes a version is under way while its leader stands still and another begins."""
+        for each in range(self.num_nodes - 1):
+            self.join(each, 0)
+        self.start_gang(-1)
+        for each in range(self.num_nodes - 1):
+            self.exchange(each)
+        self.train(number)
+        self.replace_leader(stays=True)
+        for _ in range(60):
+            self.step(0.25)
+        self.wake_leader(len(self.leaders) - 2)
+        self.deliver(0, 4)
 
     # Gangs: ranks on every member; another attempt only after all of the one before are gone
 
@@ -463,6 +603,23 @@ class LinkMachine(RuleBasedStateMachine):
             assert record.session_id in (session, "")
 
     @invariant()
+    def no_two_leaders_are_obeyed(self):
+        for follower in self.living():
+            if not self.looks:
+                return
+            session = follower.side.session_id
+            if session and follower.side.standing(now=follower.now) is Standing.HELD:
+                leader = next(it for it in self.leaders if session.startswith(f"s{it.term}-"))
+                assert not self.rules_after(leader)
+
+    @invariant()
+    def no_two_servers_are_on_a_slot(self):
+        on: dict[tuple[int, int], list[int]] = {}
+        for follower in self.living():
+            on.setdefault((follower.node, follower.machine), []).extend(follower.servers)
+        assert all(len(servers) <= 1 for servers in on.values()), on
+
+    @invariant()
     def no_two_attempts_run_at_once(self):
         running = {it.attempt for it in self.living()} - {None}
         assert len(running) <= 1, running
@@ -506,6 +663,11 @@ class LinkMachine(RuleBasedStateMachine):
             assert leader.members.state_of(follower.node) is NodeState.MEMBER
             assert leader.members[follower.node].session_id == session
             assert follower.done.get(session, []) == leader.put_in.get(session, [])
+            known = leader.server_of.get(follower.node)
+            if known is not None:
+                assert follower.servers in ([known], []), (
+                    "another server than the leader takes it for"
+                )
             assert leader.told.get(session, []) == follower.said.get(session, [])
 
     def heal(self, leader):

@@ -243,13 +243,35 @@ def test_both_nodes_are_lost_one_after_the_other():
     assert world.ended.exit_code == 0
 
 
+def test_a_gang_that_comes_up_on_nodes_that_are_back_is_moved_at_a_step_boundary():
+    world, rng = started(total_steps=14)
+    world.lose(ONE)
+    world.lose(TWO)
+    late = (events.InstanceDrained, events.InstanceAnswered)
+    world.is_held = lambda event: isinstance(event, late)
+    world.pass_time(PATIENCE_S)
+    # A server that gives its slot has long answers; meanwhile both nodes are there again.
+    world.join(ONE)
+    world.join(TWO)
+    world.until(rng, lambda: world.control.ready_step is not None)
+    world.is_held = lambda event: isinstance(event, events.InstanceDrained)
+    world.until(rng, lambda: world.control.cycle.phase is Phase.COLLECTING)
+    world.is_held = lambda event: False
+    world.until(rng, lambda: world.records)
+    world.pass_time(PATIENCE_S)
+    world.until(rng, lambda: world.control.plans.plan == HOME)
+    world.run(rng)
+    assert world.ended.exit_code == 0
+    assert {step for _, step, _ in world.trained} == set(range(1, 15))
+
+
 def test_a_leader_that_begins_without_a_node_waits_as_long_as_a_start_may_take():
     world, rng = NodeWorld(), Random(1)
     world.boot(nodes=(1,))
     while world.step(rng):
         pass
     world.pass_time(FIRST_PATIENCE_S - 5)
-    assert not world.records
+    assert world.control.plans.change is None
     world.pass_time(5)
     world.until(rng, lambda: world.records)
     assert world.records[0].plan.train.dp == 2

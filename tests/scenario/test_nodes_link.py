@@ -101,6 +101,7 @@ class Bed:
 
     def __init__(self, tasks):
         self.tasks, self.news, self.net = tasks, [], FakeNet()
+        self.replaced, self.num_looks = False, 0
         self.hands = ToldHands()
         self.leader = self.new_leader(charter())
         self.scope = None
@@ -108,8 +109,14 @@ class Bed:
     async def post(self, event):
         self.news.append(event)
 
+    async def is_replaced(self):
+        self.num_looks += 1
+        return self.replaced
+
     def new_leader(self, known):
-        leader = LeaderEnd(known, post=self.post, rng=Random(known.term))
+        leader = LeaderEnd(
+            known, post=self.post, rng=Random(known.term), is_replaced=self.is_replaced
+        )
         scope = self.leader_scope = anyio.CancelScope()
 
         async def run():
@@ -178,6 +185,35 @@ async def test_what_is_said_while_a_session_begins_waits_for_it():
         first = it.said()[0]
         assert it.said() == [word(number) for number in range(int(first.event), 40)]
         assert int(first.event) < 10
+
+
+async def test_a_leader_that_was_replaced_lets_nobody_in():
+    async with bed() as it:
+        it.replaced = True
+        it.start()
+        await clock.sleep(3.0)
+        assert it.net.num_dials > 2
+        assert it.kinds() == []
+        it.replaced = False
+        await clock.sleep(10.0)
+        assert it.kinds() == [NodeJoined]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+async def test_a_leader_that_stood_still_renews_a_lease_only_while_nobody_else_leads(replaced):
+    async with bed() as it:
+        it.start()
+        await clock.sleep(1.0)
+        it.replaced = replaced
+        # A sign of life is under way all the time that the process stands still.
+        it.net.delay_s = 0.5
+        await clock.sleep(1.3)
+        heard = it.leader.records[0].heard
+        trio.lowlevel.current_clock().jump(7.0)
+        await clock.sleep(0.2)
+        is_renewed = it.leader.records[0].heard > heard
+        assert is_renewed is not replaced
+        assert it.num_looks > 1
 
 
 async def test_a_node_that_is_no_member_cannot_be_told_anything():

@@ -117,7 +117,12 @@ class Cluster:
             num_nodes=site.num_nodes,
             lease=lease,
         )
-        self._end = LeaderEnd(charter, post=self._on_event, rng=Random(secrets.randbits(64)))  # noqa: S311 - names
+        self._end = LeaderEnd(
+            charter,
+            post=self._on_event,
+            rng=Random(secrets.randbits(64)),  # noqa: S311 - names
+            is_replaced=self._has_successor,
+        )
         self.nodes: Mapping[NodeRank, RemoteNode] = {
             NodeRank(rank): RemoteNode(NodeRank(rank), self._end)
             for rank in range(1, site.num_nodes)
@@ -128,6 +133,7 @@ class Cluster:
         """Hears of nodes after their children have."""
 
         self._is_replaced = False
+        self._newest_term = ""
         self._may_stay: dict[NodeRank, frozenset[ChildId]] | None = None
         self._joined_early: set[NodeRank] = set()
 
@@ -322,22 +328,38 @@ class Cluster:
     async def _ask_to_stop(self, asked: StopAsked) -> None:
         await self._post(StopRequested(asked.reason, now=asked.in_hurry))
 
+    async def check_after_stall(self, stalled_s: float) -> None:
+        """Before anything is done by a leader that stood still for so long.
+
+        Raises SiteError when it was replaced meanwhile.
+        """
+        if stalled_s >= self._lease.suspect_after_s:
+            _log.warning("leader_stalled", stalled_s=round(stalled_s, 1))
+            await self._check_term()
+
     async def _watch_term(self) -> None:
         """End a leader that was taken for dead and replaced, on another machine, while it slept."""
         while True:
             await clock.sleep(self._lease.beat_period_s)
-            try:
-                found = await anyio.to_thread.run_sync(read_term, self._directory.root)
-            except LibraError as error:
-                _log.warning("term_not_read", why=str(error))
-                continue
-            if found is None or (found.term, found.leader) != (self._term, self._leader):
-                self._is_replaced = True
-                newer = "none" if found is None else str(found.term)
-                raise SiteError(
-                    f"another leader (term {newer}) took over {self._directory.root} from this one "
-                    f"(term {self._term}, pid {os.getpid()})"
-                )
+            await self._check_term()
+
+    async def _check_term(self) -> None:
+        if not await self._has_successor():
+            return
+        self._is_replaced = True
+        raise SiteError(
+            f"another leader (term {self._newest_term}) took over {self._directory.root} from this "
+            f"one (term {self._term}, pid {os.getpid()})"
+        )
+
+    async def _has_successor(self) -> bool:
+        try:
+            found = await anyio.to_thread.run_sync(read_term, self._directory.root)
+        except LibraError as error:
+            _log.warning("term_not_read", why=str(error))
+            return False
+        self._newest_term = "none" if found is None else str(found.term)
+        return found is None or (found.term, found.leader) != (self._term, self._leader)
 
 
 def _visible(node: NodeRank, slots: list[int], devices: Sequence[str]) -> tuple[str, ...]:

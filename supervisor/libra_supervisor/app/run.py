@@ -375,6 +375,7 @@ class Run:
                 self._control,
                 partial(self._execute, executor),
                 note=self._note,
+                on_stall=None if builder.cluster is None else builder.cluster.check_after_stall,
             )
             self._scheduler.stop_admitting()
             for made in (runner, evaluations) if others is None else (others,):

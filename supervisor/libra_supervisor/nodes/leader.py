@@ -26,6 +26,7 @@ HELLO_WAIT_S: Final = 10.0
 WINDOW_BYTES: Final = 16 << 20
 """What a byte stream may have under way to one node before it waits for acknowledgements."""
 
+_REPLACED: Final = "another leader took over from this one"
 _ROOM_POLL_S: Final = 0.02
 _IDLE_S: Final = 1.0
 
@@ -46,9 +47,21 @@ Post: TypeAlias = Callable[[ClusterEvent], Awaitable[None]]
 class LeaderEnd:
     """`Members` with its I/O."""
 
-    def __init__(self, charter: Charter, *, post: Post, rng: Random) -> None:
-        """Call it inside the event loop: it reads the clock. `rng` names the sessions."""
+    def __init__(
+        self,
+        charter: Charter,
+        *,
+        post: Post,
+        rng: Random,
+        is_replaced: Callable[[], Awaitable[bool]] | None = None,
+    ) -> None:
+        """Call it inside the event loop: it reads the clock. `rng` names the sessions.
+
+        `is_replaced` says whether another leader took a later term: then nobody is let in.
+        """
         self._charter = charter
+        self._is_replaced = is_replaced
+        self._awake_at = clock.now()
         self._post = post
         self._rng = rng
         self._members = Members(charter, now=clock.now())
@@ -100,6 +113,10 @@ class LeaderEnd:
             deadline = self._members.next_deadline()
             latest = clock.now() + _IDLE_S
             await clock.sleep_until(latest if deadline is None else min(deadline, latest))
+            if await self._slept_through_its_reign():
+                await clock.sleep(_IDLE_S)
+                continue
+            self._awake_at = clock.now()
             await self._pass_on(self._members.on_time(now=clock.now()))
 
     async def serve(self, connection: Connection) -> None:
@@ -120,6 +137,10 @@ class LeaderEnd:
     async def _admitted(self, number: int, connection: Connection) -> Outgoing | None:
         """Answer the Hello; None when it was refused."""
         hello = await _received_hello(connection)
+        if await self._has_successor():
+            replaced = Refused(reason=_REPLACED, is_final=False)
+            await connection.send(msgspec.msgpack.encode(replaced))
+            return None
         now = clock.now()
         session = f"{self._charter.term}-{self._rng.getrandbits(64):016x}"
         answer = self._members.on_hello(hello, connection=number, fresh_session=session, now=now)
@@ -156,12 +177,26 @@ class LeaderEnd:
 
     async def _receive(self, number: int, connection: Connection, outgoing: Outgoing) -> None:
         while (envelope := await received_envelope(connection)) is not None:
+            if await self._slept_through_its_reign():
+                raise PeerError(_REPLACED)
             body, news = self._members.on_envelope(number, envelope, now=clock.now())
             outgoing.owe()
             await self._pass_on(news)
             if body is not None:
                 node = self._members.node_of(number)
                 await self._post(NodeSaid(node, self._decoded(node, body)))
+
+    async def _slept_through_its_reign(self) -> bool:
+        """Whether this process stood still, and another leads since.
+
+        What came in meanwhile must renew no lease then, since the other counts on its end.
+        """
+        slept_s = clock.now() - self._awake_at
+        limit_s = self._charter.lease.suspect_after_s + _IDLE_S
+        return slept_s > limit_s and await self._has_successor()
+
+    async def _has_successor(self) -> bool:
+        return self._is_replaced is not None and await self._is_replaced()
 
     def _decoded(self, node: NodeRank, body: bytes) -> NodeEvent:
         try:
