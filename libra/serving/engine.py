@@ -39,6 +39,10 @@ class Engine(Protocol):
     @property
     def has_tied_embeddings(self) -> bool: ...
 
+    def probe_problem(self, token_ids: tuple[int, ...]) -> str:
+        """Why the engine could not compute their logprobs; empty when it can."""
+        ...
+
     async def is_paused(self) -> bool: ...
 
     async def pause(self, mode: PauseMode) -> None:
@@ -98,6 +102,14 @@ class VllmEngine:
     def has_tied_embeddings(self) -> bool:
         config = self._client.model_config.hf_text_config
         return bool(getattr(config, "tie_word_embeddings", False))
+
+    def probe_problem(self, token_ids: tuple[int, ...]) -> str:
+        config = self._client.model_config
+        num_tokens, vocab_size = config.max_model_len, config.hf_text_config.vocab_size
+        if len(token_ids) >= num_tokens:
+            return f"a probe of {len(token_ids)} tokens; {num_tokens - 1} leave room for an answer"
+        outside = [it for it in token_ids if not 0 <= it < vocab_size]
+        return f"token {outside[0]} in a probe; there are {vocab_size}" if outside else ""
 
     async def is_paused(self) -> bool:
         return bool(await self._client.is_paused())

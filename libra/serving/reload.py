@@ -213,6 +213,8 @@ class GuardedReload:
             )
         if len(request.probe_token_ids) < MIN_PROBE_TOKENS:
             raise RejectedError(f"a probe needs at least {MIN_PROBE_TOKENS} tokens")
+        if problem := self._engine.probe_problem(request.probe_token_ids):
+            raise RejectedError(problem)
         loaded = self._ledger.version
         if loaded is not None and request.policy_version <= loaded and not request.force:
             raise RejectedError(

@@ -60,7 +60,9 @@ def probe_logprobs(token_ids, weights):
 class FakeAsyncLLM:
     def __init__(self, base_directory, *, weights=0, step_s=0.01):
         self.model_config = SimpleNamespace(
-            model=str(base_directory), hf_text_config=SimpleNamespace(tie_word_embeddings=False)
+            model=str(base_directory),
+            max_model_len=64,
+            hf_text_config=SimpleNamespace(tie_word_embeddings=False, vocab_size=100),
         )
         self.engine_core = SimpleNamespace(call_utility_async=self._utility)
         self.weights, self.step_s = weights, step_s
