@@ -13,6 +13,7 @@ import pytest
 from libra import clock
 from libra.errors import PeerError, SiteError
 from libra.wire.node import MAX_ENVELOPE_BYTES, NODE_PATH, PROTOCOL, DropRank, Hello, Welcome
+from libra_supervisor.nodes import leader as leader_module
 from libra_supervisor.nodes.allegiance import Allegiance
 from libra_supervisor.nodes.follower import FollowerEnd
 from libra_supervisor.nodes.leader import LeaderEnd
@@ -35,13 +36,13 @@ def anyio_backend():
     return "asyncio"
 
 
-def leader(news):
+def leader(news, terms=TERMS):
     async def post(event):
         news.append(event)
 
     charter = Charter(
         run_id="r", run_directory="/r", term=1, leader="L", version="1", config_digest="d",
-        num_nodes=2, lease=TERMS,
+        num_nodes=2, lease=terms,
     )  # fmt: skip
     return LeaderEnd(charter, post=post, rng=Random(1))
 
@@ -182,8 +183,9 @@ async def test_with_tls_the_leader_proves_who_it_is(certificates):
     async with node_listener(
         end.serve, host="localhost", port=0, token=TOKEN, tls=leader_tls(cert, key)
     ) as port:
+        # Followers have the authority alone; the key stays with the leader.
         async with dialled(
-            "localhost", port, token=TOKEN, tls=follower_tls(cert, cert)
+            "localhost", port, token=TOKEN, tls=follower_tls("", cert)
         ) as connection:
             await connection.send(msgspec.msgpack.encode(HELLO))
             answer = msgspec.msgpack.decode(await connection.receive(), type=Welcome)
@@ -207,3 +209,24 @@ def test_certificates_that_cannot_be_used_are_the_site_s_fault(certificates, tmp
         follower_tls(cert, str(broken))
     assert leader_tls("", "") is None
     assert follower_tls("", "") is None
+    with pytest.raises(SiteError, match="the leader needs node_tls_cert"):
+        leader_tls("", "", cert)
+
+
+@pytest.mark.timeout(60)
+async def test_who_waits_for_room_on_the_way_to_a_node_hears_of_its_loss(monkeypatch):
+    monkeypatch.setattr(leader_module, "WINDOW_BYTES", 0)
+    end = leader([], LeaseTerms(lease_s=0.2, orphan_grace_s=0.2))
+    async with (
+        node_listener(end.serve, host="127.0.0.1", port=0, token=TOKEN) as port,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(end.run)
+        async with dialled("127.0.0.1", port, token=TOKEN) as connection:
+            await connection.send(msgspec.msgpack.encode(HELLO))
+            await connection.receive()
+            # From here on it is silent: what it is told is never acknowledged.
+            end.tell(1, DropRank(0))
+            with pytest.raises(PeerError, match="node 1 was lost"):
+                await end.tell_when_room(1, DropRank(1))
+        tasks.cancel_scope.cancel()

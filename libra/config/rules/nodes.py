@@ -53,14 +53,13 @@ def certificate_has_its_key(config: RunConfig) -> Iterator[Problem]:
     for there, path, other in (
         (cluster.node_tls_cert, "node_tls_key", cluster.node_tls_key),
         (cluster.node_tls_key, "node_tls_cert", cluster.node_tls_cert),
-        (cluster.node_tls_ca, "node_tls_cert", cluster.node_tls_cert),
     ):
         if there and not other:
             yield Problem(
                 path=path,
                 what="is not set, but TLS needs certificate and key",
-                hint="name the file, or leave out all of node_tls_*",
-                related=("node_tls_cert", "node_tls_key", "node_tls_ca"),
+                hint="name the file, or leave out both",
+                related=("node_tls_cert", "node_tls_key"),
             )
             return
 

@@ -147,7 +147,9 @@ class Cluster:
 
         Raises SiteError, from the block too, when the port is in use or another leader took over.
         """
-        tls = leader_tls(self._cluster.node_tls_cert, self._cluster.node_tls_key)
+        tls = leader_tls(
+            self._cluster.node_tls_cert, self._cluster.node_tls_key, self._cluster.node_tls_ca
+        )
         host, port = self.site.own_host, self.site.port
         async with (
             node_listener(

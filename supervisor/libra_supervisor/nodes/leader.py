@@ -19,7 +19,7 @@ from libra.ids import NodeRank
 from libra.tracing.log import get_log
 from libra.wire.node import Hello, NodeCommand, NodeEvent, Refused
 from libra_supervisor.nodes.connection import Connection, received_envelope
-from libra_supervisor.nodes.members import Charter, MemberRecord, Members, NodeNews
+from libra_supervisor.nodes.members import Charter, MemberRecord, Members, NodeNews, NodeState
 from libra_supervisor.nodes.outgoing import Outgoing
 
 HELLO_WAIT_S: Final = 10.0
@@ -97,9 +97,16 @@ class LeaderEnd:
             self._outgoing[connection].add(envelope)
 
     async def tell_when_room(self, node: NodeRank, command: NodeCommand) -> None:
-        """The same for long streams: waits while much is under way to that node."""
-        while self._members[node].session.kept_bytes > WINDOW_BYTES:
+        """The same for long streams: waits while much is under way to that node.
+
+        A stream belongs to the session in which it began: PeerError when that is over.
+        """
+        record = self._members[node]
+        session = record.session
+        while session.kept_bytes > WINDOW_BYTES:
             await clock.sleep(_ROOM_POLL_S)
+            if record.state is NodeState.LOST or record.session is not session:
+                raise PeerError(f"node {node} was lost while much was under way to it")
         self.tell(node, command)
 
     async def expel(self, node: NodeRank, reason: str) -> None:

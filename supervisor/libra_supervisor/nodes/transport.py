@@ -53,9 +53,16 @@ class SocketConnection:
         raise PeerError(f"the other node sent {message.type.name}, not a binary message")
 
 
-def leader_tls(cert: str, key: str) -> ssl.SSLContext | None:
-    """What the leader shows; None without a certificate. Raises SiteError."""
+def leader_tls(cert: str, key: str, authority: str = "") -> ssl.SSLContext | None:
+    """What the leader shows; None without a certificate. Raises SiteError.
+
+    `authority`: followers of the same configuration would take nothing unencrypted.
+    """
     if not cert:
+        if authority:
+            raise SiteError(
+                "node_tls_ca is set, so the leader needs node_tls_cert and node_tls_key"
+            )
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
@@ -66,8 +73,11 @@ def leader_tls(cert: str, key: str) -> ssl.SSLContext | None:
 
 
 def follower_tls(cert: str, authority: str) -> ssl.SSLContext | None:
-    """What a follower accepts; None when the leader shows no certificate. Raises SiteError."""
-    if not cert:
+    """What a follower accepts; None for a link without TLS. Raises SiteError.
+
+    TLS it is when either is given: a follower needs no certificate of its own.
+    """
+    if not (cert or authority):
         return None
     try:
         return ssl.create_default_context(cafile=authority or None)

@@ -51,7 +51,8 @@ class Job:
 
     def until_step(self, step, *, within_s=90):
         def is_there():
-            assert self.field("JobState") in ("PENDING", "RUNNING"), self.log()
+            # A job that was requeued is completing for a moment.
+            assert self.field("JobState") in ("PENDING", "RUNNING", "COMPLETING"), self.log()
             return max(self.steps(), default=0) >= step
 
         wait_for(is_there, within_s=within_s, what=f"step {step}")
