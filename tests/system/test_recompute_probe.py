@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 MEMORY_BYTES = 283_000_000
 """Holds what the pass really takes when two ranks share it (190 to 250 MB), not what it takes on
-one (300 to 440 MB, by what the allocator had at hand), though the estimate for one (270 MB) does."""
+one (300 to 440 MB, by what the allocator has at hand), though the estimate for one (270 MB) does.
+"""
 
 
 def probing(config):
