@@ -22,13 +22,12 @@ from libra.serving.identity import ServingIdentity
 from libra.serving.ledger import VersionLedger
 from libra.storage.arrival import when_visible
 from libra.storage.manifests import (
-    is_as_stamped,
     names_in,
     read_announced,
     verify_and_stamp,
     verify_structure,
 )
-from libra.storage.receipt import holds
+from libra.storage.receipt import holds, is_as_stamped
 from libra.storage.safetensors import model_tensors
 from libra.transfer.outcome import TransferAbortedError
 from libra.weights.compatibility import incompatibilities

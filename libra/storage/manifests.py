@@ -2,7 +2,7 @@
 
 import errno
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,14 +122,6 @@ def why_not_as_verified(directory: Path, manifest_hash: str | None, digest: str)
         return f"{directory} cannot be read any more: {error}"
     is_same = found == manifest_hash and digest_of(stamps) == digest
     return "" if is_same else f"{directory} was changed while it was loaded"
-
-
-def is_as_stamped(directory: Path, names: Iterable[str], stamps: tuple[FileStamp, ...]) -> bool:
-    """Whether the files named are still those that have these stamps."""
-    try:
-        return stamps_of(directory, names) == stamps
-    except OSError:
-        return False
 
 
 def names_in(manifest: WeightsManifest) -> tuple[str, ...]:

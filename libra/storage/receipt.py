@@ -51,10 +51,13 @@ def receipt_for(stamps: tuple[FileStamp, ...]) -> WeightsReceipt:
 
 def holds(receipt: WeightsReceipt, directory: Path, names: Iterable[str]) -> bool:
     """Whether the files named are those that the receipt is for, unchanged and on this host."""
-    if receipt.kernel != _boot_id():
-        return False
+    return receipt.kernel == _boot_id() and is_as_stamped(directory, names, receipt.files)
+
+
+def is_as_stamped(directory: Path, names: Iterable[str], stamps: tuple[FileStamp, ...]) -> bool:
+    """Whether the files named are still those that have these stamps."""
     try:
-        return stamps_of(directory, names) == receipt.files
+        return stamps_of(directory, names) == stamps
     except OSError:
         return False
 
