@@ -95,6 +95,7 @@ async def test_a_node_joins_and_is_told_things_past_any_proxy(host, monkeypatch)
         node_listener(end.serve, host=host, port=0, token=TOKEN) as port,
         anyio.create_task_group() as tasks,
     ):
+        tasks.start_soon(end.run)
         side = Allegiance(HELLO, TERMS, KeepLimits(), now=clock.now())
         follower = FollowerEnd(
             side, hands, dial=lambda: dialled(host, port, token=TOKEN), rng=Random(2)
@@ -180,9 +181,13 @@ def certificates(tmp_path_factory):
 async def test_with_tls_the_leader_proves_who_it_is(certificates):
     cert, key = certificates
     end = leader([])
-    async with node_listener(
-        end.serve, host="localhost", port=0, token=TOKEN, tls=leader_tls(cert, key)
-    ) as port:
+    async with (
+        node_listener(
+            end.serve, host="localhost", port=0, token=TOKEN, tls=leader_tls(cert, key)
+        ) as port,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(end.run)
         # Followers have the authority alone; the key stays with the leader.
         async with dialled(
             "localhost", port, token=TOKEN, tls=follower_tls("", cert)
@@ -197,6 +202,7 @@ async def test_with_tls_the_leader_proves_who_it_is(certificates):
         with pytest.raises(PeerError, match=r"127\.0\.0\.1"):
             async with dialled("127.0.0.1", port, token=TOKEN, tls=follower_tls(cert, cert)):
                 pass
+        tasks.cancel_scope.cancel()
 
 
 def test_certificates_that_cannot_be_used_are_the_site_s_fault(certificates, tmp_path):

@@ -28,6 +28,7 @@ from libra_supervisor.api.server import api_server
 from libra_supervisor.app.adoption import adoptee_of, take_over
 from libra_supervisor.app.builder import Builder
 from libra_supervisor.app.cluster import Cluster
+from libra_supervisor.app.cluster_routing import ClusterRouting
 from libra_supervisor.app.collector import RunCollector, Sources, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Fleet
@@ -43,7 +44,7 @@ from libra_supervisor.app.recall import RunMemory, record_run_id, recorded_run_i
 from libra_supervisor.app.replan_desk import DeskPorts, ReplanDesk
 from libra_supervisor.app.replicas import Replicas
 from libra_supervisor.app.routing import SchedulerRouting, explained_if_debugging
-from libra_supervisor.app.spread_rollouts import ClusterRouting, SpreadRollouts
+from libra_supervisor.app.spread_rollouts import SpreadRollouts
 from libra_supervisor.app.tracer import Tracer
 from libra_supervisor.app.user_threads import abandon_user_threads
 from libra_supervisor.display.console import Display
