@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from libra.config.nodes import NodesConfig
 from libra.errors import OverloadedError, PeerError, SiteError
 from libra.wire.node import PROTOCOL, Envelope, Hello, Refused
 from libra_supervisor.nodes.lease import Lease, LeaseTerms, Standing
@@ -101,6 +102,16 @@ def test_a_confirmation_counts_from_when_the_sign_of_life_was_sent():
     assert lease.until == 12.0
     assert lease.standing(now=12.0) is Standing.LET_GO
     assert lease.standing(now=42.0) is Standing.OVER
+
+
+def test_the_shortest_lease_that_may_be_configured_leaves_time_to_send_a_beat_again():
+    shortest = msgspec.convert({"node_lease_s": 1}, NodesConfig).node_lease_s
+    terms = LeaseTerms(lease_s=shortest, orphan_grace_s=0.0)
+    # Linux sends a segment again after 0.2 s, and beats do not wait for each other.
+    assert terms.beat_period_s >= 0.2
+    assert terms.suspect_after_s >= 2 * terms.beat_period_s
+    with pytest.raises(msgspec.ValidationError, match="node_lease_s"):
+        msgspec.convert({"node_lease_s": 0.9}, NodesConfig)
 
 
 def test_after_its_end_an_older_sign_of_life_confers_nothing():

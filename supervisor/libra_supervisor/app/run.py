@@ -14,7 +14,7 @@ from anyio.abc import TaskGroup
 from msgspec.structs import asdict, astuple
 
 from libra import clock
-from libra.ids import ChildId, InstanceId, NodeRank, RunId
+from libra.ids import ChildId, NodeRank, RunId
 from libra.planner.plan import plan_in_words
 from libra.planner.probe import SwitchPlan
 from libra.planner.replan import Replanner
@@ -272,14 +272,9 @@ class Run:
     def _show_nodes(
         self, operator: Operator, cluster: Cluster, others: SpreadRollouts | None
     ) -> None:
-        operator.engines_of_node = self._engines_of_node
         if others is not None:
             operator.nodes = lambda: others.status(cluster.status(self._note_of_node))
             operator.num_in_flight = others.num_in_flight
-
-    def _engines_of_node(self, node: int) -> tuple[InstanceId, ...]:
-        instances = self._control.plans.plan.instances
-        return tuple(it.instance_id for it in instances if it.node == node)
 
     def _note_of_node(self, node: NodeRank) -> str:
         """What the run makes of a node that it does not count on."""
