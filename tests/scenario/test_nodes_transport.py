@@ -1,9 +1,7 @@
 """The link over real sockets."""
 
-import subprocess
 from contextlib import suppress
 from random import Random
-from shutil import which
 
 import aiohttp
 import anyio
@@ -158,24 +156,6 @@ async def test_nobody_there_and_a_stranger_there_are_errors_of_the_peer():
         with pytest.raises(SiteError, match="cannot be used"):
             async with node_listener(echo, host="127.0.0.1", port=port, token=TOKEN):
                 pass
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory):
-    """A certificate for localhost that signs itself, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(  # noqa: S603 - our own words
-        [
-            which("openssl"), "req", "-x509",
-            "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
-            "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext",
-            "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(cert),
-        ],
-        check=True,
-        capture_output=True,
-    )  # fmt: skip
-    return str(cert), str(key)
 
 
 async def test_with_tls_the_leader_proves_who_it_is(certificates):

@@ -149,7 +149,12 @@ class Cluster:
         host, port = self.site.own_host, self.site.port
         async with (
             node_listener(
-                self._end.serve, host=host, port=port, token=self._token, tls=tls
+                self._end.serve,
+                host=host,
+                port=port,
+                token=self._token,
+                tls=tls,
+                num_followers=len(self.nodes),
             ) as bound,
             anyio.create_task_group() as tasks,
         ):
