@@ -29,8 +29,9 @@ from libra.tracing.log import get_log
 from libra.version import __version__
 from libra.wire.node import PROTOCOL, Hello, StopAsked, Welcome
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
-from libra_supervisor.app.node_hands import NodeHands, Tongue
+from libra_supervisor.app.node_hands import NodeHands
 from libra_supervisor.app.node_making import MakingSite, NodeMaking
+from libra_supervisor.app.rank_relay import Tongue
 from libra_supervisor.app.user_threads import abandon_user_threads
 from libra_supervisor.events import ChildEvent
 from libra_supervisor.journal import read_run_id
@@ -216,7 +217,7 @@ class _Follower:
             with rank_socket(self._own.root) as (path, listener):
                 hands.control_socket = path
                 tasks.start_soon(
-                    lambda: accept_ranks(listener, run_id=self._run_id, welcome=hands.welcome)
+                    lambda: accept_ranks(listener, run_id=self._run_id, welcome=hands.ranks.welcome)
                 )
                 tasks.start_soon(self._hear_signals, end, side)
                 tasks.start_soon(self._notifier.keep_alive)
