@@ -18,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from libra.storage.arrival import check_written, until_visible
 from libra.trainer import optimizer_gather
-from libra.trainer.optimizer import torch_optimizers
+from libra.trainer.optimizer import has_torch_adam, torch_optimizers
 
 # The only form that other layouts can load. It is safe because the model has one gradient bucket:
 # with several, padded bucket ends silently corrupt it (megatron-core 0.19.2).
@@ -99,7 +99,7 @@ def restore(
     model: Any, optimizer: Any, directory: Path, *, has_distributed_optimizer: bool
 ) -> None:
     """Load what `stage` took, on this layout; every rank takes part."""
-    if has_distributed_optimizer:
+    if has_distributed_optimizer and has_torch_adam():
         _prime_adam(optimizer)
         _repair_distributed_load()
     state = dist_checkpointing.load(
