@@ -190,6 +190,10 @@ def _engine_layer(settings: TransformerConfig) -> ModuleSpec:
         qk_layernorm=settings.qk_layernorm,
     )
     layer.submodules.self_attention.submodules.core_attention = SdpaAttention
+    # Checkpoints name norms alike, whichever layers wrote them.
+    layer.submodules.sharded_state_dict_keys_map = _local_layer(
+        settings
+    ).submodules.sharded_state_dict_keys_map
     return layer
 
 
