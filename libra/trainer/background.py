@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Final
 
 MAX_WAITING: Final = 1
-"""Pieces that wait for the one that goes on. Each holds what it is about to write in host memory."""
+"""Pieces that wait for the one that goes on; each has what it will write in host memory."""
 
 
 class BackgroundWork:
