@@ -127,6 +127,9 @@ def test_a_server_that_leaves_nothing_to_train_on_is_kept_once_it_is_drained():
     # Nobody is asked but for what is in flight, which is not even a batch.
     for group_id in list(world.open_groups):
         world._drop_samples({group_id})
+    world.post(events.Ticked())
+    assert num_batches(world) == 0
+    assert "drain vllm-0" in waiting_for(world.control), "what is in flight was not waited for"
     record = changed(world, rng, 1)
     assert record.outcome == "rolled_back"
     assert "stop vllm-0" not in record.transitions
@@ -219,6 +222,17 @@ def test_without_leave_the_last_server_is_not_lent(plan, planner, least):
     assert records(world)[0].reason == f"rollout would have 0 GPUs, and has to keep {least}"
 
 
+def test_a_publication_that_was_to_be_tried_again_is_not_waited_for_once_nobody_is_left():
+    world, rng = lending(), Random(3)
+    until_ahead(world, rng, 8)
+    world.loads_to_fail = [SERVER]
+    until(world, rng, lambda: any(it.event == "reload_failed" for it in world.said))
+    want(world, lent())
+    assert changed(world, rng, 1).outcome == "done"
+    assert world.control.publication.is_idle
+    ends_well(world, rng)
+
+
 def test_a_supervisor_that_comes_after_begins_with_the_server():
     world, rng = lending(), Random(3)
     borrowed(world, rng)
@@ -242,6 +256,24 @@ def test_one_that_is_killed_on_the_way_back_begins_with_the_server_too():
     second = lending(memory=memory, total_steps=5)
     assert [it.instance_id for it in second.control.plans.plan.instances] == ["vllm-2"]
     ends_well(second, rng, total_steps=5)
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_a_server_that_is_late_on_the_way_back_stays_in_the_plan(is_ordered):
+    world, rng = lending(), Random(3)
+    borrowed(world, rng)
+    world.is_held = lambda event: isinstance(event, events.ChildReady)
+    if is_ordered:
+        want(world, ALONE, 2)
+    late = changed(world, rng, 2)
+    assert (late.outcome, late.reason) == (
+        "failed",
+        "wait until vllm-2 serves: not over within 50 s",
+    )
+    assert [it.instance_id for it in late.plan.instances] == ["vllm-2"]
+    del world.is_held
+    ends_well(world, rng)
+    assert len(world.reconfigurations) == 2
 
 
 def test_a_replica_that_does_not_leave_in_time_keeps_its_slot_until_it_has():
