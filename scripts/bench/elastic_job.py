@@ -57,6 +57,8 @@ class Job:
         self.turn = TURN_OF_LAST_SERVER if lead_batches else TURN
         num_servers = 1 if lead_batches else 2
         self.run_dir = folder / "run"
+        self._metrics = Lines(self.run_dir / "metrics.jsonl")
+        self._reconfigurations = Lines(self.run_dir / "reconfigurations.jsonl")
         self._log = folder / "run.out"
         paths = (ROOT, ROOT / "supervisor", os.environ.get("PYTHONPATH", ""))
         self._env = {**os.environ, "PYTHONPATH": ":".join(filter(None, map(str, paths)))}
@@ -131,11 +133,10 @@ class Job:
         return [sys.executable, "-m", "libra_supervisor.cli", *arguments]
 
     def _steps(self) -> list[dict[str, Any]]:
-        return lines(self.run_dir / "metrics.jsonl")
+        return self._metrics.all()
 
     def _changes(self) -> list[dict[str, Any]]:
-        found = lines(self.run_dir / "reconfigurations.jsonl")
-        return [it for it in found if it["kind"] == "reconfiguration"]
+        return [it for it in self._reconfigurations.all() if it["kind"] == "reconfiguration"]
 
     def _until(self, found: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
         deadline = time.monotonic() + WITHIN_S
@@ -243,7 +244,20 @@ def began_at(step: Mapping[str, Any]) -> int:
     return int(step["wall_time_ns"] - step["step_s"] * 1e9)
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+class Lines:
+    """A file of JSON lines that grows; each line is read once, however often it is looked at."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read_bytes = path, 0
+        self._found: list[dict[str, Any]] = []
+
+    def all(self) -> list[dict[str, Any]]:
+        """A copy of what is there, without a line that is being written."""
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._read_bytes)
+                whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                self._read_bytes += len(whole) + 1
+                self._found += map(json.loads, whole.splitlines())
+        return list(self._found)
