@@ -40,6 +40,7 @@ class Replicas:
         self.world: RandomWorld | None = None
         self.members: set[ReplicaId] = set()
         self.joins = True
+        self.present = ()
 
     def attach(self, placement):
         self.members.add(placement.replica_id)

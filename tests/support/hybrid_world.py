@@ -38,15 +38,16 @@ class Replica:
 
 
 class HybridWorld(RandomWorld):
-    """Replicas of two ranks; what they are told waits in `orders` until `obey`."""
+    """Replicas, of two ranks as a rule; what they are told waits in `orders` until `obey`."""
 
-    def __init__(self, **options) -> None:
+    def __init__(self, *, replica_size: int = REPLICA_SIZE, **options) -> None:
         super().__init__(**options)
+        self.replica_size = replica_size
         self.hybrids = HybridDesk(
             HybridTerms(
                 run_id=RunId("run"),
                 directory=DIRECTORY,
-                replica_size=REPLICA_SIZE,
+                replica_size=replica_size,
                 replica_data=1,
                 join_timeout_s=1000.0,
                 shape=BatchShape(dp_size=1, mini_batch_size=4),
@@ -91,7 +92,7 @@ class HybridWorld(RandomWorld):
         match replica.orders[0]:
             case JoinCore() as join:
                 assert join.snapshot in self.snapshots, "it loads what is not there"
-                assert join.lanes == lanes(self.lanes_attempt), "lanes of another core"
+                assert join.lanes == self._lanes(), "lanes of another core"
                 assert self.lanes_attempt == self.attempt
                 replica.loads, replica.step = join.snapshot, int(join.snapshot[-6:])
                 self._all_say(name, lambda rank: CoreJoined(rank, replica.step, 0.1, 0.1))
@@ -132,6 +133,7 @@ class HybridWorld(RandomWorld):
         match command:
             case commands.StartReplica(placement):
                 self.replicas[placement.replica_id] = Replica(placement)
+                self._check_slots()
                 self.pending.append(events.ReplicaReady(placement.replica_id))
             case commands.StopReplica(name):
                 self.stopped.add(name)
@@ -143,9 +145,9 @@ class HybridWorld(RandomWorld):
                 if name in self.replicas:
                     self.replicas[name].orders.append(order)
             case commands.TellRanks(attempt, OpenLanes(replica_size=size)):
-                assert (attempt, size) == (self.attempt, REPLICA_SIZE)
+                assert (attempt, size) == (self.attempt, self.replica_size)
                 self.lanes_attempt = attempt
-                for lane, address in enumerate(lanes(attempt)):
+                for lane, address in enumerate(self._lanes()):
                     self._rank_says(LaneOpened(lane, lane, address, None))
             case commands.TakeSnapshot(attempt, step, directory):
                 assert (attempt, step) == (self.attempt, self.gang_version)
@@ -170,8 +172,18 @@ class HybridWorld(RandomWorld):
     def saving_step(self) -> bool:
         return self.control.cycle.saving_step is not None
 
+    def _lanes(self) -> tuple[LaneAddress, ...]:
+        names = (f"lane-{self.lanes_attempt}-{lane}" for lane in range(self.replica_size))
+        return tuple(LaneAddress(unix=name) for name in names)
+
+    def _check_slots(self) -> None:
+        super()._check_slots()
+        lent = {slot for it in self.replicas.values() for slot in it.placement.slots}
+        used = {*self.train.slots, *(s for it in self.placed.values() for s in it.slots)}
+        assert not lent & used, "a replica has the slot of another"
+
     def _all_say(self, name, said) -> None:
-        for rank in range(REPLICA_SIZE):
+        for rank in range(self.replica_size):
             self.pending.append(events.ReplicaSaid(name, said(rank)))
 
     def _work(self, said) -> None:
@@ -179,10 +191,6 @@ class HybridWorld(RandomWorld):
             said = StepTrained(0, said.step, METRICS, dropped=self.drops)
             self.drops = {}
         super()._work(said)
-
-
-def lanes(attempt: int) -> tuple[LaneAddress, ...]:
-    return tuple(LaneAddress(unix=f"lane-{attempt}-{lane}") for lane in range(REPLICA_SIZE))
 
 
 def _is_of(event, name: ReplicaId) -> bool:

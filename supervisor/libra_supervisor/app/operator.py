@@ -333,6 +333,9 @@ def waiting_for(control: Control) -> str:
         parts.append(f"the checkpoint of step {cycle.saving_step} is being written")
     if (change := control.plans.change) is not None and change.current is not None:
         parts.append(f"the plan changes: {in_words(change.current)}")
+    elif control.plans.lent_from is not None:
+        left = control.desk.num_batches(PolicyVersion(control.cycle.step))
+        parts.append(f"nothing serves: {left} batches are left before a server comes back")
     if (progress := control.evaluator.progress) is not None:
         num_ended, total = progress
         parts.append(f"{num_ended} of {total} trajectories are evaluated")
