@@ -2,6 +2,7 @@
 
 from random import Random
 
+import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from libra_supervisor import events
 from libra_supervisor.app.operator import waiting_for
 from libra_supervisor.loop.cycle import Phase
 from libra_supervisor.loop.server_need import lead_steps
+from metrics_source import trained_collector
 
 
 def want(world, plan: Plan, decision_id=1):
@@ -117,6 +119,24 @@ def test_nothing_is_asked_for_while_nothing_serves_and_status_says_what_is_left(
     # Nor before the server answers: thousands of requests would fill the queue.
     assert set(world.open_groups) == opened
     ends_well(world, rng)
+
+
+def test_the_metrics_page_shows_no_slot_of_rollout_and_nothing_can_be_reloaded():
+    world, rng = lending(), Random(3)
+    borrowed(world, rng)
+
+    async def collect():
+        return list(trained_collector(world).collect())
+
+    values = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in anyio.run(collect)
+        for sample in family.samples
+    }
+    assert values["libra_plan_slots", "rollout"] == 0
+    publication, cycle = world.control.publication, world.control.cycle
+    until(world, rng, lambda: publication.is_idle and not publication.is_being_checked)
+    assert publication.why_not_refresh(cycle.held_version) == "nothing serves"
 
 
 def test_a_server_that_leaves_nothing_to_train_on_is_kept_once_it_is_drained():
@@ -308,7 +328,7 @@ FAULTS = ["kill", "gang", "hang", "wait", "replica", "lend", "return", "drain", 
     doings=st.lists(st.tuples(st.integers(1, 120), st.sampled_from(FAULTS)), max_size=8),
     batches=st.integers(0, 9),
     method=st.sampled_from(["inplace", "restart"]),
-    strategy=st.sampled_from(["diff", "restart_all"]),
+    strategy=st.sampled_from(["diff", "restart_all", "blue_green"]),
     eval_rows=st.sampled_from([0, 2]),
 )
 @settings(max_examples=150, deadline=None)
