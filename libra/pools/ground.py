@@ -28,12 +28,18 @@ class Stage(Enum):
     SERVING = "serving"
     DRAINING = "draining"
     DRAINED = "drained"
+    FALLING_ASLEEP = "falling asleep"
+    """It is giving its device's memory back."""
+
+    ASLEEP = "asleep"
+    """It is there for when its slots come back, and holds none of them."""
+
     STOPPING = "stopping"
     COOLING = "cooling"
     """It is ended before it had a device."""
 
 
-WITHOUT_DEVICE = frozenset({Stage.WARMING, Stage.WARM, Stage.COOLING})
+WITHOUT_DEVICE = frozenset({Stage.WARMING, Stage.WARM, Stage.ASLEEP, Stage.COOLING})
 ENDING = frozenset({Stage.STOPPING, Stage.COOLING})
 
 
@@ -150,6 +156,12 @@ def core_slots(train: TrainPlacement) -> frozenset[Slot]:
 
 def server_slots(placement: InstancePlacement) -> frozenset[Slot]:
     return frozenset((placement.node, slot) for slot in placement.slots)
+
+
+def is_lent(placement: InstancePlacement, plan: Plan) -> bool:
+    """Whether training has every slot of the instance under `plan`."""
+    lent = core_slots(plan.train).union(*map(hybrid_slots, plan.hybrids))
+    return server_slots(placement) <= lent
 
 
 def hybrid_slots(placement: HybridPlacement) -> frozenset[Slot]:

@@ -56,6 +56,18 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     instance_ids: tuple[InstanceId, ...]
 
 
+class Sleep(msgspec.Struct, frozen=True, tag=True):
+    """Have them give their devices back and stay; until they have, or have ended instead."""
+
+    instance_ids: tuple[InstanceId, ...]
+
+
+class Wake(msgspec.Struct, frozen=True, tag=True):
+    """Let sleeping servers have their devices again."""
+
+    instance_ids: tuple[InstanceId, ...]
+
+
 class HoldStep(msgspec.Struct, frozen=True, tag=True):
     """Until the trainer stands at a step boundary; it goes on with `ReleaseStep`."""
 
@@ -90,6 +102,8 @@ Transition: TypeAlias = (
     | Drain
     | Undrain
     | Stop
+    | Sleep
+    | Wake
     | HoldStep
     | ReshapeTraining
     | AttachHybrid
@@ -105,6 +119,8 @@ PHASE_OF: dict[type, str] = {
     Drain: "drain",
     Undrain: "start",
     Stop: "stop",
+    Sleep: "sleep",
+    Wake: "start",
     HoldStep: "hold",
     ReshapeTraining: "reshape",
     AttachHybrid: "join",
@@ -132,6 +148,10 @@ def begun(ground: Ground, transition: Transition) -> Ground:  # noqa: C901, PLR0
             doomed = set(instance_ids)
             cold = doomed & set(ground.ids_in(*WITHOUT_DEVICE))
             return ground.staged(cold, Stage.COOLING).staged(doomed - cold, Stage.STOPPING)
+        case Sleep(instance_ids):
+            return ground.staged(instance_ids, Stage.FALLING_ASLEEP)
+        case Wake(instance_ids):
+            return ground.staged(instance_ids, Stage.STARTING)
         case HoldStep():
             return msgspec.structs.replace(ground, is_hold_wanted=True)
         case ReleaseStep():
@@ -154,7 +174,7 @@ def begun(ground: Ground, transition: Transition) -> Ground:  # noqa: C901, PLR0
 def ended(ground: Ground, transition: Transition) -> Ground:  # noqa: C901, PLR0911, PLR0912 - a table
     """The ground once `transition` has ended well."""
     match transition:
-        case Warm() | Start() | Undrain() | ReleaseStep():
+        case Warm() | Start() | Wake() | Undrain() | ReleaseStep():
             return ground
         case AwaitWarm(instance_ids):
             return ground.staged(instance_ids, Stage.WARM)
@@ -164,6 +184,8 @@ def ended(ground: Ground, transition: Transition) -> Ground:  # noqa: C901, PLR0
             return ground.staged(instance_ids, Stage.DRAINED)
         case Stop(instance_ids):
             return ground.without(instance_ids)
+        case Sleep(instance_ids):
+            return ground.staged(instance_ids, Stage.ASLEEP)
         case HoldStep():
             return msgspec.structs.replace(ground, is_held=True)
         case ReshapeTraining(placement):
@@ -185,7 +207,7 @@ def ended(ground: Ground, transition: Transition) -> Ground:  # noqa: C901, PLR0
 def is_over(ground: Ground, transition: Transition) -> bool:  # noqa: C901, PLR0911, PLR0912 - a table
     """Whether nothing is left to wait for."""
     match transition:
-        case Warm() | Start() | Undrain() | ReleaseStep():
+        case Warm() | Start() | Wake() | Undrain() | ReleaseStep():
             return True
         case AwaitWarm(instance_ids):
             return not set(instance_ids) & set(ground.ids_in(Stage.WARMING))
@@ -195,6 +217,8 @@ def is_over(ground: Ground, transition: Transition) -> bool:  # noqa: C901, PLR0
             return not set(instance_ids) & set(ground.ids_in(Stage.DRAINING))
         case Stop(instance_ids):
             return not set(instance_ids) & set(ground.ids_in(*Stage))
+        case Sleep(instance_ids):
+            return not set(instance_ids) & set(ground.ids_in(Stage.FALLING_ASLEEP))
         case HoldStep():
             return ground.is_held
         case ReshapeTraining():
@@ -227,6 +251,10 @@ def in_words(transition: Transition) -> str:  # noqa: C901, PLR0911, PLR0912 - a
             return f"keep {', '.join(instance_ids)}"
         case Stop(instance_ids):
             return f"stop {', '.join(instance_ids)}"
+        case Sleep(instance_ids):
+            return f"put {', '.join(instance_ids)} to sleep"
+        case Wake(instance_ids):
+            return f"wake up {', '.join(instance_ids)}"
         case HoldStep():
             return "hold the trainer at a step boundary"
         case ReshapeTraining(placement):

@@ -228,6 +228,20 @@ class InstanceWarmed(msgspec.Struct, frozen=True, tag=True):
     instance_id: InstanceId
 
 
+class InstanceAsleep(msgspec.Struct, frozen=True, tag=True):
+    """A server has given its devices back and is there for later."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+
+
+class InstanceWoken(msgspec.Struct, frozen=True, tag=True):
+    """A server has its devices again; its weights are still to be loaded."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+
+
 class InstanceRetired(msgspec.Struct, frozen=True, tag=True):
     """A server has ended for good."""
 
@@ -415,6 +429,8 @@ Event: TypeAlias = (
     | InstanceDoubted
     | InstanceDrained
     | InstanceWarmed
+    | InstanceAsleep
+    | InstanceWoken
     | InstanceRetired
     | ExportChecked
     | ReloadAnswered

@@ -98,6 +98,18 @@ class Engines(Protocol):
     def retire(self, instance_id: InstanceId) -> None:
         """End a server for good; InstanceRetired says when its devices are free."""
 
+    def sleep(self, instance_id: InstanceId) -> None:
+        """Have an idle server give its devices back: InstanceAsleep says when it has.
+
+        One that does not within the time of a stall is retired.
+        """
+
+    def wake(self, instance_id: InstanceId) -> None:
+        """Have it take them again: InstanceWoken says when it has.
+
+        One that does not is replaced by a new process.
+        """
+
 
 class Rollouts(Protocol):
     """The tasks that make trajectories."""

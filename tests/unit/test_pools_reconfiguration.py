@@ -263,6 +263,35 @@ def said(transitions) -> list[str]:
     return list(map(in_words, transitions))
 
 
+def test_nobody_leaves_a_gap_before_a_large_server_that_others_come_after():
+    """Without vllm-2 the large one could never go: 8 GPUs would serve, and 5 of them have to."""
+    old = plan(
+        core(0), *(instance(f"vllm-{n}", n + 2) for n in range(3)), instance("big", 5, 6, 7, 9)
+    )
+    wanted = plan(
+        core(0),
+        instance("vllm-100", 2),
+        instance("vllm-101", 3),
+        instance("vllm-102", 5, 6, 7, 9),
+        instance("vllm-103", 1, 8),
+    )
+    order = Order(decision_id=1, reason="r", old=old, wanted=wanted)
+    rules = Rules(min_rollout_gpus=5)
+    machine = Reconfiguration(order, ground(old), rules, timeout_s=10.0, now=0.0)
+    begun = said(machine.begin(now=0.0))
+    assert begun == ["start vllm-103 (TP 2, slots 1+8)", "drain vllm-0, vllm-1"]
+    machine.on_serving(InstanceId("vllm-103"), now=1.0)
+    for name in (A, B):
+        machine.on_drained(name, now=2.0)
+    machine.on_gone(A, now=3.0)
+    assert said(machine.on_gone(B, now=3.0)) == [
+        "start vllm-100 (TP 1, slots 2), vllm-101 (TP 1, slots 3)",
+        "wait until vllm-100, vllm-101 serves",
+    ]
+    machine.on_serving(InstanceId("vllm-100"), now=4.0)
+    assert said(machine.on_serving(InstanceId("vllm-101"), now=4.0)) == ["drain big"]
+
+
 def test_a_server_that_does_not_come_up_in_time_is_stopped_and_the_plan_before_serves():
     wanted = plan(core(0), instance(B, 2), instance(C, 1))
     machine = change(TWO, wanted)

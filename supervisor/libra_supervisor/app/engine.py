@@ -47,6 +47,12 @@ class Gate(Protocol):
     async def hindrance(self) -> str | None:
         """Why it has to wait; None when it can go ahead."""
 
+    async def note_kept(self) -> None:
+        """What is in use on its devices now does not count as missing for the next start."""
+
+    def forget_kept(self) -> None:
+        """Everything counts again."""
+
 
 class HeldPort(Protocol):
     """A port that nobody else is given until it is closed."""
@@ -143,6 +149,7 @@ class Engine(ChildHooks):
         self._gate = gate
         self._has_devices = has_devices
         self._go_file: Path | None = None
+        self._is_asleep = False
         self.placement = placement
         self.reload_begun_at: float | None = None
         """Since when a reload is asked for: for a while no progress is owed."""
@@ -234,7 +241,34 @@ class Engine(ChildHooks):
         if self._go_file is not None:
             self._go_file.touch()
 
+    async def sleep(self) -> None:
+        """Have the process give its devices back. From now on it is not restarted.
+
+        Raises PeerError or RefusedError when it does not, and then it is of no use any more.
+        """
+        self._is_asleep = True
+        await self.client.sleep(timeout_s=self._site.config.supervision.liveness_stall_s)
+        if self._gate is not None:
+            await self._gate.note_kept()
+
+    async def wake(self) -> None:
+        """Have it take them again, once they have the memory. Raises as `sleep`.
+
+        Whatever comes of it, the next process is a server like any other.
+        """
+        try:
+            while (reason := await self._gated()) is not None:
+                _log.info("wake_waits", instance=self.placement.instance_id, why=reason)
+                await clock.sleep(READY_POLL_S)
+            await self.client.wake_up(timeout_s=self._site.config.supervision.liveness_stall_s)
+        finally:
+            self._is_asleep = False
+            if self._gate is not None:
+                self._gate.forget_kept()
+
     async def hindrance(self) -> str | None:
+        if self._is_asleep:
+            return "its devices are lent to training"
         return await self._gated() if self._has_devices else None
 
     async def _gated(self) -> str | None:
@@ -287,6 +321,8 @@ class Engine(ChildHooks):
                 f"another server ({state.incarnation}) answers at {self.url}, the port of "
                 f"{child.incarnation}"
             )
+        if state.is_asleep:
+            raise ChildError("it sleeps, and whoever put it to sleep is gone")
         if state.policy_version is not None:
             await self._probe()
         # Else it is an adopted server whose reload was cut off: it refuses to answer until the
@@ -300,6 +336,8 @@ class Engine(ChildHooks):
         supervision = self._site.config.supervision
         stall_s = supervision.liveness_stall_s
         monitor = HealthMonitor(stall_s=stall_s, silence_s=stall_s, now=clock.now())
+        # So it did when it was ready: one that hangs before the first look is not loading.
+        monitor.on_health("healthy", now=clock.now())
         looked = anyio.Event()
 
         def take(polled: Polled) -> None:
@@ -314,6 +352,7 @@ class Engine(ChildHooks):
             period_s=scheduling.metrics_poll_interval_s,
             timeout_s=scheduling.metrics_request_timeout_s,
             rng=self._rng,
+            has_load=lambda: not self._is_asleep,
         )
         health = Health("loading")
         async with anyio.create_task_group() as tasks:
@@ -323,7 +362,9 @@ class Engine(ChildHooks):
                 await looked.wait()
                 looked = anyio.Event()
                 health = monitor.health(now=clock.now())
-                if health.needs_probe:
+                if health.needs_probe and self._is_asleep:
+                    health = Health("dead", health.reason)  # it could pass no probe
+                elif health.needs_probe:
                     health = await self._doubted(monitor)
             tasks.cancel_scope.cancel()
         return health.reason
@@ -436,10 +477,14 @@ class Engine(ChildHooks):
             self._site.meter.on_page(instance_id, polled.incarnation, metrics.serving)
 
     def _is_excused(self, now: float) -> bool:
-        """Whether a reload may still be on its way: the first one as long as its ACK may take.
+        """Whether it sleeps, or a reload may still be on its way.
+
+        The first one may take as long as its ACK.
 
         A later one has a measure: ten times the longest so far, and no less than a stall.
         """
+        if self._is_asleep:
+            return True
         if self.reload_begun_at is None:
             return False
         config = self._site.config

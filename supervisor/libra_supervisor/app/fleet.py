@@ -17,14 +17,21 @@ from anyio.abc import TaskGroup
 from libra import clock
 from libra.config.supervision import SupervisionConfig
 from libra.config.weights import WeightsConfig
-from libra.errors import PeerError
+from libra.errors import LibraError, PeerError
 from libra.ids import ChildId, Incarnation, InstanceId, RequestId
 from libra.planner.plan import InstancePlacement
 from libra.tracing.log import get_log
 from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest
 from libra_supervisor.app.drain_watch import DrainWatch
 from libra_supervisor.app.engine import Engine
-from libra_supervisor.events import ChildEvent, InstanceDrained, InstanceRetired, InstanceWarmed
+from libra_supervisor.events import (
+    ChildEvent,
+    InstanceAsleep,
+    InstanceDrained,
+    InstanceRetired,
+    InstanceWarmed,
+    InstanceWoken,
+)
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.metrics import server_metrics
 from libra_supervisor.instances.request_watch import RequestWatch
@@ -38,7 +45,9 @@ WARM_POLL_S: Final = 0.1
 
 _OVER: Final = (ChildState.GAVE_UP, ChildState.UNKILLABLE)
 
-FleetEvent: TypeAlias = ChildEvent | InstanceRetired | InstanceWarmed | InstanceDrained
+FleetEvent: TypeAlias = (
+    ChildEvent | InstanceRetired | InstanceWarmed | InstanceDrained | InstanceAsleep | InstanceWoken
+)
 MakeEngine: TypeAlias = Callable[[InstancePlacement, bool], Engine]
 
 _log = get_log()
@@ -72,6 +81,7 @@ class Fleet:
         self._engines: dict[InstanceId, Engine] = {}
         self._supervisions: dict[InstanceId, Supervision] = {}
         self._retiring: set[InstanceId] = set()
+        self._falling: set[InstanceId] = set()
         for placement in placements:
             self._enter(placement, has_devices=True)
 
@@ -196,6 +206,42 @@ class Fleet:
             return
         self._retiring.add(instance_id)
         self._tasks.start_soon(self._retire, instance_id)
+
+    def sleep(self, instance_id: InstanceId) -> None:
+        if self._tasks is not None and instance_id not in self._falling:
+            self._falling.add(instance_id)
+            self._tasks.start_soon(self._sleep, instance_id)
+
+    async def _sleep(self, instance_id: InstanceId) -> None:
+        self._watch.end(instance_id)
+        incarnation = self.status_of(instance_id).incarnation
+        try:
+            if incarnation is None:
+                raise PeerError(f"{instance_id} has no process that could sleep")
+            await self._engine_of(instance_id).sleep()
+        except LibraError as error:
+            _log.warning("instance_does_not_sleep", instance=instance_id, why=str(error))
+            self.retire(instance_id)
+            return
+        finally:
+            self._falling.discard(instance_id)
+        _log.info("instance_asleep", instance=instance_id)
+        await self._post(InstanceAsleep(instance_id, incarnation))
+
+    def wake(self, instance_id: InstanceId) -> None:
+        # One that has ended in its sleep is being retired, which says what to do next.
+        if self._tasks is not None and instance_id not in self._retiring:
+            self._tasks.start_soon(self._wake, instance_id)
+
+    async def _wake(self, instance_id: InstanceId) -> None:
+        incarnation = self.status_of(instance_id).incarnation
+        try:
+            await self._engine_of(instance_id).wake()
+        except LibraError as error:
+            self.replace(instance_id, f"it does not wake up: {error}")
+            return
+        _log.info("instance_woken", instance=instance_id)
+        await self._post(InstanceWoken(instance_id, incarnation or Incarnation("")))
 
     async def _retire(self, instance_id: InstanceId) -> None:
         self._watch.end(instance_id)

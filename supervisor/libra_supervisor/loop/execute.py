@@ -187,6 +187,10 @@ class Executor:
                 ports.engines.keep(instance_id)
             case commands.RetireInstance(instance_id):
                 ports.engines.retire(instance_id)
+            case commands.SleepInstance(instance_id):
+                ports.engines.sleep(instance_id)
+            case commands.WakeInstance(instance_id):
+                ports.engines.wake(instance_id)
             case commands.ForgetInstance(instance_id):
                 ports.routing.forget(instance_id)
             case commands.ReshapeGang(plan):

@@ -7,7 +7,7 @@ import msgspec
 from libra.config.rules import check_rules
 from libra.config.run import RunConfig
 from libra.errors import InvariantError
-from libra.ids import NodeRank, ReplicaId
+from libra.ids import InstanceId, NodeRank, ReplicaId
 from libra.planner.applied import planned_config
 from libra.planner.matching import next_number_after
 from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, with_hybrids_in_core
@@ -75,6 +75,9 @@ class PlanDesk:
         self._next_number = next_number_after(plan)
         self._decision_id = 0
         self.lost: frozenset[Slot] = frozenset()
+        self.asleep: tuple[InstancePlacement, ...] = ()
+        """Servers outside of the plan in force that wait for their slots."""
+
         self._kept = memory
         if memory is not None:
             self._next_number = max(memory.next_number, self._next_number)
@@ -105,11 +108,19 @@ class PlanDesk:
 
     def match(self, wanted: Plan) -> Plan:
         """`wanted` in terms of the plan in force; its new ids are used up."""
-        matched = matched_by(
-            self.policy, self.plan, wanted, next_number=self._next_number, lost=self.lost
-        )
+        matched = self._matched(wanted)
         self._next_number = max(self._next_number, next_number_after(matched))
         return matched
+
+    def _matched(self, wanted: Plan) -> Plan:
+        return matched_by(
+            self.policy,
+            self.plan,
+            wanted,
+            next_number=self._next_number,
+            lost=self.lost,
+            asleep=self.asleep,
+        )
 
     def renamed(self, plan: Plan) -> Plan:
         """`plan` with fresh names for its replicas: they ended with the supervisor before.
@@ -153,7 +164,7 @@ class PlanDesk:
         return f"a mini-batch of {size} trajectories cannot be cut for {num_shards} ranks"
 
     def ground(self, pool: RolloutPool, placements: tuple[InstancePlacement, ...]) -> Ground:
-        """What holds devices now: those of `placements` that the pool has not given up."""
+        """What holds devices now, and what sleeps: what the pool has not given up."""
         servers = []
         for placement in placements:
             member = pool.get(placement.instance_id)
@@ -162,7 +173,17 @@ class PlanDesk:
             # A weight reload is a pause of an instance that serves.
             is_serving = member.state in (MemberState.SERVING, MemberState.RELOADING)
             servers.append(Server(placement, Stage.SERVING if is_serving else Stage.STARTING))
+        servers += [Server(it, Stage.ASLEEP) for it in self.asleep]
         return Ground(train=self.plan.train, servers=tuple(servers), lost=self.lost)
+
+    def take_over(self, ground: Ground) -> None:
+        """Remember of a change that is over what no plan says."""
+        self.lost = ground.lost
+        self.asleep = tuple(it.placement for it in ground.servers if it.stage is Stage.ASLEEP)
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """Its process has ended for good."""
+        self.asleep = tuple(it for it in self.asleep if it.instance_id != instance_id)
 
     def ground_in_force(self, pool: RolloutPool) -> Ground:
         """What holds devices while no change is under way."""
@@ -177,9 +198,7 @@ class PlanDesk:
         plan = self.as_carried_out(wanted)
         if why := self.why_not(plan):
             return plan, Refusal(why)
-        found = matched_by(
-            self.policy, self.plan, plan, next_number=self._next_number, lost=self.lost
-        )
+        found = self._matched(plan)
         if found == self.plan:
             return found, Refusal("this plan is in force already")
         return found, judged(self.policy, self.ground_in_force(pool), self.plan, found)

@@ -15,10 +15,12 @@ from libra.pools.transition import (
     HoldStep,
     ReleaseStep,
     ReshapeTraining,
+    Sleep,
     Start,
     Stop,
     Transition,
     Undrain,
+    Wake,
     Warm,
 )
 from libra_supervisor.loop import commands
@@ -27,7 +29,7 @@ from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.run_state import RunState
 
 
-def orders_for(  # noqa: C901, PLR0911, PLR0912 - a table
+def orders_for(  # noqa: C901, PLR0911, PLR0912, PLR0915 - a table
     state: RunState, transition: Transition, at: Moment
 ) -> tuple[Command, ...]:
     pool = state.pool
@@ -64,6 +66,16 @@ def orders_for(  # noqa: C901, PLR0911, PLR0912 - a table
                 for it in instance_ids
                 for command in (*_leave(state, it, at), commands.RetireInstance(it))
             )
+        case Sleep(instance_ids):
+            return tuple(
+                command
+                for it in instance_ids
+                for command in (*_leave(state, it, at), commands.SleepInstance(it))
+            )
+        case Wake(instance_ids):
+            for instance_id in instance_ids:
+                pool.on_wake_wanted(instance_id, now=at.now)
+            return tuple(commands.WakeInstance(it) for it in instance_ids)
         case HoldStep():
             state.cycle.hold()
             return ()
