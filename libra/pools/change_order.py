@@ -131,7 +131,7 @@ class _State:
 
     @property
     def hybrids_to_come(self) -> tuple[HybridPlacement, ...]:
-        here = {it.placement.replica_id for it in self.ground.hybrids}
+        here = {it.placement.replica_id for it in self.ground.hybrids if it.waits is None}
         return tuple(it for it in self.target.hybrids if it.replica_id not in here)
 
     @property
@@ -186,10 +186,18 @@ def _warm(state: _State) -> Transition | None:
     if not state.rules.warms_first:
         return None
     cold = [it for it in state.coming if state.ground.find(it.instance_id) is None]
-    if cold:
-        return Warm(tuple(cold))
+    known = {it.placement.replica_id for it in state.ground.hybrids}
+    # A replica is a copy of the core, so of one that is there already and trains.
+    has_core = state.is_core_right and not state.ground.is_hold_wanted
+    replicas = state.hybrids_to_come if has_core else ()
+    cold_replicas = [it for it in replicas if it.replica_id not in known]
+    if cold or cold_replicas:
+        return Warm(tuple(cold), tuple(cold_replicas))
     warming = state.ground.ids_in(Stage.WARMING)
-    return AwaitWarm(warming) if warming else None
+    warming_replicas = state.ground.replicas_in(Stage.WARMING)
+    if warming or warming_replicas:
+        return AwaitWarm(warming, warming_replicas)
+    return None
 
 
 def _detach(state: _State) -> Transition | None:
@@ -273,7 +281,7 @@ def _attach(state: _State) -> Transition | None:
     joining = tuple(
         it.placement
         for it in state.ground.hybrids
-        if not it.is_member and it.placement in state.target.hybrids
+        if not it.is_member and it.waits is None and it.placement in state.target.hybrids
     )
     return AttachHybrid((*joining, *free)) if joining or free else None
 

@@ -193,6 +193,11 @@ class Reconfiguration:
             return ()
         return self._failed(f"the trainer did not come up: {reason}", now)
 
+    def on_hybrid_warm(self, replica_id: ReplicaId, *, now: float) -> tuple[Transition, ...]:
+        """Its processes wait for their devices."""
+        self.ground = self.ground.with_warm_hybrid(replica_id)
+        return self._advance(now)
+
     def on_hybrid_joined(self, replica_id: ReplicaId, *, now: float) -> tuple[Transition, ...]:
         for hybrid in self.ground.hybrids:
             if hybrid.placement.replica_id == replica_id:

@@ -16,12 +16,14 @@ class Warm(msgspec.Struct, frozen=True, tag=True):
     """Start processes up to the point where each needs its device."""
 
     placements: tuple[InstancePlacement, ...]
+    replicas: tuple[HybridPlacement, ...] = ()
 
 
 class AwaitWarm(msgspec.Struct, frozen=True, tag=True):
     """Until they wait for their devices."""
 
     instance_ids: tuple[InstanceId, ...]
+    replica_ids: tuple[ReplicaId, ...] = ()
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -79,7 +81,7 @@ class ReshapeTraining(msgspec.Struct, frozen=True, tag=True):
 
 
 class AttachHybrid(msgspec.Struct, frozen=True, tag=True):
-    """Until the replicas are members."""
+    """Start replicas, those that are warm by letting them go on; until they are members."""
 
     placements: tuple[HybridPlacement, ...]
 
@@ -133,7 +135,9 @@ PHASE_OF: dict[type, str] = {
 def begun(ground: Ground, transition: Transition) -> Ground:  # noqa: C901, PLR0911, PLR0912 - a table
     """The ground once `transition` has been ordered."""
     match transition:
-        case Warm(placements):
+        case Warm(placements, replicas):
+            for replica in replicas:
+                ground = ground.with_hybrid(replica, is_member=False, waits=Stage.WARMING)
             return ground.joined_by(placements, Stage.WARMING)
         case Start(placements):
             return ground.joined_by(placements, Stage.STARTING)
@@ -165,7 +169,9 @@ def begun(ground: Ground, transition: Transition) -> Ground:  # noqa: C901, PLR0
         case DetachHybrid(replica_ids):
             for hybrid in ground.hybrids:
                 if hybrid.placement.replica_id in replica_ids:
-                    ground = ground.with_hybrid(hybrid.placement, is_member=False)
+                    ground = ground.with_hybrid(
+                        hybrid.placement, is_member=False, waits=hybrid.waits
+                    )
             return ground
         case _:
             assert_never(transition)
@@ -176,7 +182,9 @@ def ended(ground: Ground, transition: Transition) -> Ground:  # noqa: C901, PLR0
     match transition:
         case Warm() | Start() | Wake() | Undrain() | ReleaseStep():
             return ground
-        case AwaitWarm(instance_ids):
+        case AwaitWarm(instance_ids, replica_ids):
+            for replica_id in replica_ids:
+                ground = ground.with_warm_hybrid(replica_id)
             return ground.staged(instance_ids, Stage.WARM)
         case AwaitVersion(instance_ids):
             return ground.staged(instance_ids, Stage.SERVING)
@@ -209,8 +217,9 @@ def is_over(ground: Ground, transition: Transition) -> bool:  # noqa: C901, PLR0
     match transition:
         case Warm() | Start() | Wake() | Undrain() | ReleaseStep():
             return True
-        case AwaitWarm(instance_ids):
-            return not set(instance_ids) & set(ground.ids_in(Stage.WARMING))
+        case AwaitWarm(instance_ids, replica_ids):
+            warming = {*ground.ids_in(Stage.WARMING), *ground.replicas_in(Stage.WARMING)}
+            return not {*instance_ids, *replica_ids} & warming
         case AwaitVersion(instance_ids):
             return not set(instance_ids) & set(ground.ids_in(Stage.STARTING))
         case Drain(instance_ids):
@@ -236,10 +245,11 @@ def is_over(ground: Ground, transition: Transition) -> bool:  # noqa: C901, PLR0
 
 def in_words(transition: Transition) -> str:  # noqa: C901, PLR0911, PLR0912 - a table
     match transition:
-        case Warm(placements):
-            return f"warm up {_placed(placements)}"
-        case AwaitWarm(instance_ids):
-            return f"wait until {', '.join(instance_ids)} needs a device"
+        case Warm(placements, replicas):
+            parts = (_placed(placements), *(it.replica_id for it in replicas))
+            return f"warm up {', '.join(filter(None, parts))}"
+        case AwaitWarm(instance_ids, replica_ids):
+            return f"wait until {', '.join((*instance_ids, *replica_ids))} needs a device"
         case Start(placements):
             return f"start {_placed(placements)}"
         case AwaitVersion(instance_ids):

@@ -28,6 +28,9 @@ TURN = {
 }
 """Orders of one turn; each begins where the one before has led."""
 
+LENDING = ("rollout to training", "training to rollout")
+"""Of them those that lend a slot to a replica and give it back."""
+
 
 class Job:
     """A core on one slot beside two servers."""
@@ -54,12 +57,13 @@ class Job:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(argv, env=self._env, stdout=log, stderr=log)
 
-    def measure(self, *, num_turns: int) -> dict[str, list[dict[str, Any]]]:
-        """What each order took, by its name, in every turn."""
+    def measure(self, names: Iterable[str], *, num_turns: int) -> dict[str, list[dict[str, Any]]]:
+        """What each of these orders took, by its name, in every turn."""
+        orders = [(name, TURN[name]) for name in names]
         self._until(lambda: self._steps()[SETTLED_STEPS - 1 :])
         found: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for turn in range(num_turns):
-            for name, order in TURN.items():
+            for name, order in orders:
                 sys.stderr.write(f"turn {turn + 1}: {name}\n")
                 found[name].append(self._change(order))
         return dict(found)

@@ -319,6 +319,12 @@ class ReconfigurationWanted(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class HybridWarmed(msgspec.Struct, frozen=True, tag=True):
+    """A replica without devices has come as far as it can."""
+
+    replica_id: ReplicaId
+
+
 class HybridJoined(msgspec.Struct, frozen=True, tag=True):
     """A replica holds what the core holds, bit for bit, and contributes from the next step on."""
 
@@ -441,6 +447,7 @@ Event: TypeAlias = (
     | ReplicaReady
     | ReplicaSaid
     | ReplicaDown
+    | HybridWarmed
     | HybridJoined
     | HybridLost
     | HybridLeft

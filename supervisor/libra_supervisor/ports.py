@@ -29,8 +29,11 @@ class Ranks(Protocol):
 class Replicas(Protocol):
     """The gangs of hybrid replicas. A message for one that has ended is dropped."""
 
-    def start(self, placement: HybridPlacement) -> None:
-        """ReplicaReady says when it has its model, ReplicaDown when all of it is gone."""
+    def start(self, placement: HybridPlacement, *, has_devices: bool) -> None:
+        """ReplicaReady says when it has its model, ReplicaDown when all of it is gone.
+
+        Without devices its ranks wait for TakeDevice, which HybridWarmed says.
+        """
 
     def stop(self, replica_id: ReplicaId) -> None: ...
 

@@ -95,6 +95,7 @@ def test_without_faults_a_change_that_is_possible_ends_with_the_wanted_plan_in_f
     assert sleepers == {n for n in before if rules.sleeps and is_lent(known[n], wanted)}
     assert world.train == wanted.train
     assert world.members == {it.replica_id for it in wanted.hybrids}
+    assert not world.warming | world.warm
     assert not world.is_hold_wanted
     both = {it.instance_id for it in old.instances} & {it.instance_id for it in wanted.instances}
     assert not [w for w in result.transitions for name in both if f"stop {name}" == w]
@@ -137,6 +138,7 @@ def test_whatever_fails_and_whenever_a_change_ends_and_what_it_says_is_in_force_
     assert all(world.placement[it.instance_id] == it for it in result.plan.instances)
     assert result.plan.train in (world.train, world.coming_train)
     assert not world.is_hold_wanted, "the trainer stands still for ever"
+    assert result.outcome == "failed" or not world.warming | world.warm
     if set(faults.values()) <= {"crash", "sleep", "supervisor"} and not isinstance(
         transitions(settled(old, asleep), wanted, rules), Stuck
     ):

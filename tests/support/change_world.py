@@ -67,6 +67,10 @@ class World:
         self.num_requests = 0
         self.hybrids: dict[ReplicaId, HybridPlacement] = {}
         self.members: set[ReplicaId] = set()
+        self.warming: set[ReplicaId] = set()
+        self.warm: set[ReplicaId] = set()
+        """Replicas without devices, on their way up and there."""
+
         self.ids_used: list[str] = []
         self.is_hold_wanted = self.is_held = False
         for it in old.instances:
@@ -124,7 +128,12 @@ class World:
 
     def do(self, transition: Transition) -> None:  # noqa: C901, PLR0912, PLR0915 - a table
         match transition:
-            case Warm(placements):
+            case Warm(placements, replicas):
+                for it in replicas:
+                    assert it.replica_id not in self.ids_used, "a replica's name was used twice"
+                    self.ids_used.append(it.replica_id)
+                    self.warming.add(it.replica_id)
+                    self.happenings.append(("replica warm", it.replica_id))
                 for it in placements:
                     assert it.instance_id not in self.stage
                     self.place(it, Stage.WARMING)
@@ -181,8 +190,11 @@ class World:
                 self.happenings.append(("trained", placement))
             case AttachHybrid(placements):
                 for it in placements:
-                    assert it.replica_id not in self.ids_used, "a replica's name was used twice"
-                    self.ids_used.append(it.replica_id)
+                    if it.replica_id in self.warm:
+                        self.warm.remove(it.replica_id)
+                    else:
+                        assert it.replica_id not in self.ids_used, "a replica's name was used twice"
+                        self.ids_used.append(it.replica_id)
                     self.hybrids[it.replica_id] = it
                     self.happenings.append(("joined", it.replica_id))
             case DetachHybrid(ids):
@@ -236,7 +248,15 @@ class World:
                     return ()
                 self.members.add(name)
                 return change.on_hybrid_joined(name, now=now)
+            case "replica warm":
+                if name not in self.warming:
+                    return ()
+                self.warming.remove(name)
+                self.warm.add(name)
+                return change.on_hybrid_warm(name, now=now)
             case "left":
+                self.warming.discard(name)
+                self.warm.discard(name)
                 self.hybrids.pop(name, None)
                 self.members.discard(name)
                 return change.on_hybrid_left(name, now=now)
@@ -271,9 +291,11 @@ class World:
                 return change.on_gone(found[0], now=self.now)
             case "gang" if self.coming_train is not None:
                 return change.on_training_failed("out of memory", now=self.now)
-            case "replica" if self.hybrids:
-                replica_id = self.rng.choice(sorted(self.hybrids))
-                del self.hybrids[replica_id]
+            case "replica" if self.hybrids or self.warming or self.warm:
+                replica_id = self.rng.choice(sorted({*self.hybrids, *self.warming, *self.warm}))
+                self.hybrids.pop(replica_id, None)
+                self.warming.discard(replica_id)
+                self.warm.discard(replica_id)
                 self.members.discard(replica_id)
                 return change.on_hybrid_lost(replica_id, "SIGKILL", now=self.now)
             case "hang":
@@ -319,6 +341,8 @@ def resumed(world: World, change: Reconfiguration) -> Reconfiguration:
             world.stage[name] = Stage.STARTING
     gone = set(world.hybrids)
     world.hybrids.clear()
+    world.warming.clear()
+    world.warm.clear()
     world.members.clear()
     world.is_hold_wanted = world.is_held = False
     if world.coming_train is not None:

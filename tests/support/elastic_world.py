@@ -30,15 +30,23 @@ class Replicas:
     def __init__(self) -> None:
         self.world: SleepyWorld | None = None
         self.members: set[ReplicaId] = set()
+        self.warm_ones: set[ReplicaId] = set()
         self.joins = True
 
+    def warm(self, placement):
+        self.warm_ones.add(placement.replica_id)
+        self.world.pending.append(events.HybridWarmed(placement.replica_id))
+        return ()
+
     def attach(self, placement):
+        self.warm_ones.discard(placement.replica_id)
         self.members.add(placement.replica_id)
         if self.joins:
             self.world.pending.append(events.HybridJoined(placement.replica_id))
         return ()
 
     def detach(self, replica_id):
+        self.warm_ones.discard(replica_id)
         self.members.discard(replica_id)
         self.world.pending.append(events.HybridLeft(replica_id))
         return ()

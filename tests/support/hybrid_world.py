@@ -13,7 +13,7 @@ from libra.wire.hybrid import (
     OpenLanes,
     StepFollowed,
 )
-from libra.wire.rank import CheckpointSaved, StepTrained
+from libra.wire.rank import CheckpointSaved, StepTrained, TakeDevice
 from libra_supervisor import events
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.hybrid_desk import HybridDesk, HybridTerms
@@ -66,10 +66,21 @@ class HybridWorld(RandomWorld):
         self.count = 0
 
     def attach(self) -> ReplicaId:
+        return self._begin(self.hybrids.attach)
+
+    def warm(self) -> ReplicaId:
+        """Start one without its devices."""
+        return self._begin(self.hybrids.warm)
+
+    def give_devices(self, name: ReplicaId) -> None:
+        for command in self.hybrids.attach(self.replicas[name].placement):
+            self._carry_out(command)
+
+    def _begin(self, how) -> ReplicaId:
         name = ReplicaId(f"hybrid-{self.count}")
         slots = (SlotId(10 + 2 * self.count), SlotId(11 + 2 * self.count))
         self.count += 1
-        for command in self.hybrids.attach(HybridPlacement(replica_id=name, slots=slots)):
+        for command in how(HybridPlacement(replica_id=name, slots=slots)):
             self._carry_out(command)
         return name
 
@@ -130,9 +141,15 @@ class HybridWorld(RandomWorld):
 
     def _carry_out(self, command) -> None:  # noqa: C901, PLR0912, PLR0915 - a table
         match command:
-            case commands.StartReplica(placement):
-                self.replicas[placement.replica_id] = Replica(placement)
-                self.pending.append(events.ReplicaReady(placement.replica_id))
+            case commands.StartReplica(placement, has_devices):
+                name = placement.replica_id
+                self.replicas[name] = Replica(placement)
+                up = events.ReplicaReady if has_devices else events.HybridWarmed
+                self.pending.append(up(name))
+            case commands.TellReplica(name, TakeDevice()):
+                assert name not in self.stopped, "it has been told to leave"
+                if name in self.replicas:
+                    self.pending.append(events.ReplicaReady(name))
             case commands.StopReplica(name):
                 self.stopped.add(name)
                 if self.replicas.pop(name, None) is not None:
@@ -186,5 +203,6 @@ def lanes(attempt: int) -> tuple[LaneAddress, ...]:
 
 
 def _is_of(event, name: ReplicaId) -> bool:
-    is_replicas = isinstance(event, events.ReplicaReady | events.ReplicaSaid)
+    kinds = events.ReplicaReady | events.ReplicaSaid | events.HybridWarmed
+    is_replicas = isinstance(event, kinds)
     return is_replicas and event.replica_id == name

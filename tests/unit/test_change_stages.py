@@ -83,6 +83,9 @@ def test_a_replica_starts_waits_for_a_snapshot_loads_it_and_catches_up():
     words = ["start", "snapshot", "snapshot", "load", "catch_up", "leave"]
     assert [it[name] for it in seen] == words
     assert stages_now(state, change_on(hybrids=(Hybrid(REPLICA, is_member=True),))) == {}
+    warming = change_on(hybrids=(Hybrid(REPLICA, waits=Stage.WARMING),))
+    assert stages_now(state, warming) == {name: "warm"}
+    assert stages_now(state, change_on(hybrids=(Hybrid(REPLICA, waits=Stage.WARM),))) == {}
 
 
 def test_the_trainer_finishes_its_step_is_held_saves_stops_and_starts():

@@ -70,3 +70,10 @@ def test_medians_are_taken_of_every_number_and_of_what_is_missing_as_nothing(ben
 def test_every_order_of_a_turn_is_a_plan_that_the_command_line_takes(bench):
     for order in bench.TURN.values():
         assert _order_in(parser().parse_args(["replan", *order])) is not None
+
+
+def test_the_orders_that_lend_a_slot_lead_back_to_where_they_begin(bench):
+    assert [bench.TURN[name] for name in bench.LENDING] == [
+        ("--instances", "1x1", "--hybrids", "1"),
+        ("--instances", "2x1", "--hybrids", "0"),
+    ]

@@ -126,6 +126,52 @@ def test_prewarm_has_new_processes_wait_for_their_devices_before_anything_is_dra
     ]
 
 
+def test_prewarm_has_replicas_come_up_before_the_servers_whose_devices_they_get_are_drained():
+    old, wanted = plan(core(0), instance(A, 1), instance(B, 2)), plan(core(0), instance(A, 1))
+    lent = msgspec.structs.replace(wanted, hybrids=(replica("x", 2),))
+    assert listed(old, lent, runtime_rollout_reconfigure_strategy="prewarm") == [
+        "warm up hybrid-10",
+        "wait until hybrid-10 needs a device",
+        "drain vllm-1",
+        "stop vllm-1",
+        "attach hybrid-10",
+    ]
+    assert "warm up hybrid-10" not in listed(old, lent)
+    # Of a core that is still to change nothing can be a copy.
+    grown = msgspec.structs.replace(lent, train=core(0, 3))
+    assert listed(old, grown, runtime_rollout_reconfigure_strategy="prewarm") == [
+        "hold the trainer at a step boundary",
+        "start the trainer as TP 1, PP 1, CP 1, DP 2 on slots 0, 3",
+        "let the trainer go on",
+        "warm up hybrid-10",
+        "wait until hybrid-10 needs a device",
+        "drain vllm-1",
+        "stop vllm-1",
+        "attach hybrid-10",
+    ]
+
+
+def test_a_replica_that_is_lost_while_it_is_warm_leaves_the_servers_as_they_are():
+    old = plan(core(0), instance(A, 1), instance(B, 2))
+    lent = plan(core(0), instance(A, 1), hybrids=[replica("hybrid-9", 2)])
+    order = Order(decision_id=1, reason="r", old=old, wanted=lent)
+    rules = Rules(min_rollout_gpus=1, warms_first=True)
+    machine = Reconfiguration(order, ground(old), rules, timeout_s=10.0, now=0.0)
+    assert said(machine.begin(now=0.0)) == [
+        "warm up hybrid-9",
+        "wait until hybrid-9 needs a device",
+    ]
+    machine.on_hybrid_lost(ReplicaId("hybrid-9"), "SIGKILL", now=1.0)
+    assert (machine.result.outcome, machine.result.plan) == ("rolled_back", old)
+    late = Reconfiguration(order, ground(old), rules, timeout_s=10.0, now=0.0)
+    late.begin(now=0.0)
+    assert said(late.on_tick(now=10.0)) == ["detach hybrid-9"]
+    late.ground.check()
+    assert late.on_hybrid_warm(ReplicaId("hybrid-9"), now=11.0) == ()
+    late.on_hybrid_left(ReplicaId("hybrid-9"), now=12.0)
+    assert late.result.outcome == "rolled_back"
+
+
 def test_prewarm_lets_replicas_and_the_core_train_while_new_processes_come_up():
     lent = plan(core(0), instance(A, 1), hybrids=[replica("hybrid-2", 2)])
     assert listed(lent, TWO, runtime_rollout_reconfigure_strategy="prewarm") == [

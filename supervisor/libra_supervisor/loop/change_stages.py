@@ -49,7 +49,9 @@ def _replicas(state: RunState, change: Reconfiguration) -> Iterator[tuple[str, s
     known = {it.replica_id: it for it in pool.hybrids}
     for placed in change.ground.hybrids:
         hybrid = known.get(placed.placement.replica_id)
-        if hybrid is not None and not placed.is_member:
+        if placed.waits is Stage.WARMING:
+            yield placed.placement.replica_id, "warm"
+        elif hybrid is not None and not placed.is_member and placed.waits is None:
             yield hybrid.replica_id, _of_replica(hybrid, saving=pool.saving)
 
 

@@ -78,6 +78,8 @@ class DropSnapshot(msgspec.Struct, frozen=True, tag=True):
 
 class StartReplica(msgspec.Struct, frozen=True, tag=True):
     placement: HybridPlacement
+    has_devices: bool = True
+    """False: as far as it comes without; TakeDevice lets its ranks go on."""
 
 
 class StopReplica(msgspec.Struct, frozen=True, tag=True):

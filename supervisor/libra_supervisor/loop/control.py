@@ -67,6 +67,7 @@ class Control(RunState):
             case (
                 events.ReconfigurationWanted()
                 | events.ReconfigurationEnded()
+                | events.HybridWarmed()
                 | events.HybridJoined()
                 | events.HybridLost()
                 | events.HybridLeft()

@@ -28,6 +28,10 @@ STALLED: Final = "stalled"
 class HybridPort(Protocol):
     """Attaches and detaches hybrid replicas; HybridJoined, Left and Lost say how it went."""
 
+    def warm(self, placement: HybridPlacement) -> tuple[Command, ...]:
+        """Start one as far as it comes without its devices; HybridWarmed says when it has."""
+        ...
+
     def attach(self, placement: HybridPlacement) -> tuple[Command, ...]: ...
 
     def detach(self, replica_id: ReplicaId) -> tuple[Command, ...]: ...

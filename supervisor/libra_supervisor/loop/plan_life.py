@@ -38,6 +38,7 @@ def on_plan(
     state: RunState,
     event: events.ReconfigurationWanted
     | events.ReconfigurationEnded
+    | events.HybridWarmed
     | events.HybridJoined
     | events.HybridLost
     | events.HybridLeft,
@@ -49,6 +50,8 @@ def on_plan(
             return _on_wanted(state, event, at)
         case events.ReconfigurationEnded():
             return ()
+        case events.HybridWarmed(replica_id):
+            ordered = change.on_hybrid_warm(replica_id, now=at.now) if change else ()
         case events.HybridJoined(replica_id):
             ordered = change.on_hybrid_joined(replica_id, now=at.now) if change else ()
         case events.HybridLeft(replica_id):

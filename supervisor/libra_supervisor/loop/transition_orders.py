@@ -34,7 +34,7 @@ def orders_for(  # noqa: C901, PLR0911, PLR0912, PLR0915 - a table
 ) -> tuple[Command, ...]:
     pool = state.pool
     match transition:
-        case Warm(placements):
+        case Warm(placements, replicas):
             for it in placements:
                 pool.add(
                     it.instance_id,
@@ -44,7 +44,11 @@ def orders_for(  # noqa: C901, PLR0911, PLR0912, PLR0915 - a table
                     is_warming=True,
                     waits_for=_holders(state, it),
                 )
-            return tuple(commands.AddInstance(it, has_devices=False) for it in placements)
+            port = state.plans.hybrids
+            return (
+                *(commands.AddInstance(it, has_devices=False) for it in placements),
+                *(command for it in replicas if port for command in port.warm(it)),
+            )
         case Start(placements):
             for it in placements:
                 member = pool.get(it.instance_id)
