@@ -18,6 +18,7 @@ from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
 from libra.wire.instance import GO_FILE_VARIABLE, WAITING_SUFFIX, InstanceState, Sampling
 from libra_supervisor.app.drain_watch import Traffic
+from libra_supervisor.app.slumber import MemoryGate, Slumber
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.health import Health, HealthMonitor
 from libra_supervisor.instances.poller import InstancePoller, Polled
@@ -39,19 +40,6 @@ RELOAD_FACTOR: Final = 10.0
 FIRST_TOKEN: Final = Sampling(max_new_tokens=1, temperature=0.0)
 
 _log = get_log()
-
-
-class Gate(Protocol):
-    """Holds a start back."""
-
-    async def hindrance(self) -> str | None:
-        """Why it has to wait; None when it can go ahead."""
-
-    async def note_kept(self) -> None:
-        """What is in use on its devices now does not count as missing for the next start."""
-
-    def forget_kept(self) -> None:
-        """Everything counts again."""
 
 
 class HeldPort(Protocol):
@@ -132,7 +120,7 @@ class Engine(ChildHooks):
         port: int,
         served_directory: Callable[[], Path | None],
         rng: Random,
-        gate: Gate | None = None,
+        gate: MemoryGate | None = None,
         has_devices: bool = True,
         spawner: Spawner | None = None,
         hold_port: HoldPort | None = None,
@@ -149,8 +137,10 @@ class Engine(ChildHooks):
         self._gate = gate
         self._has_devices = has_devices
         self._go_file: Path | None = None
-        self._is_asleep = False
         self.placement = placement
+        self.slumber = Slumber(
+            placement.instance_id, gate, timeout_s=site.config.supervision.liveness_stall_s
+        )
         self.reload_begun_at: float | None = None
         """Since when a reload is asked for: for a while no progress is owed."""
 
@@ -241,33 +231,8 @@ class Engine(ChildHooks):
         if self._go_file is not None:
             self._go_file.touch()
 
-    async def sleep(self) -> None:
-        """Have the process give its devices back. From now on it is not restarted.
-
-        Raises PeerError or RefusedError when it does not, and then it is of no use any more.
-        """
-        self._is_asleep = True
-        await self.client.sleep(timeout_s=self._site.config.supervision.liveness_stall_s)
-        if self._gate is not None:
-            await self._gate.note_kept()
-
-    async def wake(self) -> None:
-        """Have it take them again, once they have the memory. Raises as `sleep`.
-
-        Whatever comes of it, the next process is a server like any other.
-        """
-        try:
-            while (reason := await self._gated()) is not None:
-                _log.info("wake_waits", instance=self.placement.instance_id, why=reason)
-                await clock.sleep(READY_POLL_S)
-            await self.client.wake_up(timeout_s=self._site.config.supervision.liveness_stall_s)
-        finally:
-            self._is_asleep = False
-            if self._gate is not None:
-                self._gate.forget_kept()
-
     async def hindrance(self) -> str | None:
-        if self._is_asleep:
+        if self.slumber.is_on:
             return "its devices are lent to training"
         return await self._gated() if self._has_devices else None
 
@@ -352,7 +317,7 @@ class Engine(ChildHooks):
             period_s=scheduling.metrics_poll_interval_s,
             timeout_s=scheduling.metrics_request_timeout_s,
             rng=self._rng,
-            has_load=lambda: not self._is_asleep,
+            has_load=lambda: not self.slumber.is_on,
         )
         health = Health("loading")
         async with anyio.create_task_group() as tasks:
@@ -362,7 +327,7 @@ class Engine(ChildHooks):
                 await looked.wait()
                 looked = anyio.Event()
                 health = monitor.health(now=clock.now())
-                if health.needs_probe and self._is_asleep:
+                if health.needs_probe and self.slumber.is_on:
                     health = Health("dead", health.reason)  # it could pass no probe
                 elif health.needs_probe:
                     health = await self._doubted(monitor)
@@ -483,7 +448,7 @@ class Engine(ChildHooks):
 
         A later one has a measure: ten times the longest so far, and no less than a stall.
         """
-        if self._is_asleep:
+        if self.slumber.is_on:
             return True
         if self.reload_begun_at is None:
             return False

@@ -218,7 +218,8 @@ class Fleet:
         try:
             if incarnation is None:
                 raise PeerError(f"{instance_id} has no process that could sleep")
-            await self._engine_of(instance_id).sleep()
+            engine = self._engine_of(instance_id)
+            await engine.slumber.begin(engine.client)
         except LibraError as error:
             _log.warning("instance_does_not_sleep", instance=instance_id, why=str(error))
             self.retire(instance_id)
@@ -236,7 +237,8 @@ class Fleet:
     async def _wake(self, instance_id: InstanceId) -> None:
         incarnation = self.status_of(instance_id).incarnation
         try:
-            await self._engine_of(instance_id).wake()
+            engine = self._engine_of(instance_id)
+            await engine.slumber.end(engine.client)
         except LibraError as error:
             self.replace(instance_id, f"it does not wake up: {error}")
             return

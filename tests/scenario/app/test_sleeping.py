@@ -140,6 +140,21 @@ def test_a_sleeper_that_says_nothing_any_more_is_ended(lent):
     goes_on(run)
 
 
+def test_the_next_supervisor_replaces_what_was_to_wake_up_and_still_sleeps(lent):
+    run, there, plan = lent(hangs={LENDER: ["/wake_up"]})
+    assert there.asleep == (LENDER,)
+    pid = pid_of(run)
+    want(run.run_dir, plan, decision_id=2)
+    run.until(lambda: row_of(run)["state"] == "waking")
+    run.kill()
+    run.start("--resume")
+    back = run.until(lambda: changes_in(run.run_dir)[1:], within_s=60)[0]
+    assert (back.outcome, back.decision_id, back.started) == ("done", 2, (LENDER,)), back
+    assert pid_of(run) not in (None, pid)
+    assert run.call("stop").returncode == 0
+    assert run.wait() == 0
+
+
 def test_the_next_supervisor_ends_what_sleeps_and_goes_on_without_it(lent):
     run, there, plan = lent()
     assert there.asleep == (LENDER,)
