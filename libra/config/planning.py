@@ -31,7 +31,8 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
     """GPUs that training keeps in every plan."""
 
     min_rollout_gpus: PositiveCount = 1
-    """GPUs that rollout keeps in every plan; a reload goes on without a failed instance only while
+    """GPUs that rollout keeps in every plan but for what the elastic hybrid pool may borrow of it
+    (elastic_hybrid_min_rollout_gpus); a reload goes on without a failed instance only while
     this holds."""
 
     allowed_train_tp: list[PositiveCount] = []
@@ -151,7 +152,8 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
     """Ranks in one complete TP x EP x PP x CP replica; 0 derives it from the training topology."""
 
     elastic_hybrid_min_rollout_gpus: Count = 1
-    """Rollout GPUs that the elastic hybrid pool may never borrow."""
+    """Rollout GPUs that the elastic hybrid pool may never borrow; with 0 it may borrow all of them,
+    for as long as there is something to train on."""
 
     elastic_hybrid_contribution_timeout_s: Seconds = 30.0
     """Seconds that the core waits for the gradients of a hybrid replica once it has its own; a

@@ -7,6 +7,7 @@ import msgspec
 
 from libra.config.planning import PlannerConfig
 from libra.ids import SlotId
+from libra.planner.lending import fewest_rollout_gpus, serves_nothing
 from libra.planner.matching import matched, slots_of
 from libra.planner.plan import InstancePlacement, Plan
 from libra.pools.change_order import Rules, Stuck, transitions
@@ -46,7 +47,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     min_train_gpus: int
     min_rollout_gpus: int
     min_hybrid_rollout_gpus: int
-    """What rollout keeps of its GPUs while there are hybrid replicas."""
+    """What rollout keeps of its GPUs while there are hybrid replicas; 0: they may borrow all."""
 
     num_slots: int
     """Devices that the run may use, from slot 0."""
@@ -54,9 +55,13 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
 
     def rules(self, wanted: Plan) -> Rules:
-        lent = self.min_hybrid_rollout_gpus if wanted.hybrids else 0
         return Rules(
-            min_rollout_gpus=max(self.min_rollout_gpus, lent),
+            min_rollout_gpus=fewest_rollout_gpus(
+                num_replicas=len(wanted.hybrids),
+                serves_nothing=serves_nothing(wanted),
+                least=self.min_rollout_gpus,
+                least_beside_hybrids=self.min_hybrid_rollout_gpus,
+            ),
             warms_first=self.strategy == "prewarm",
             serves_first=self.strategy == "blue_green",
             gives_back=not self.drains,

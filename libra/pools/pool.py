@@ -68,6 +68,16 @@ class RolloutPool:
         return sum(m.num_gpus for m in there if m.instance_id in have or not (m.waits_for & have))
 
     @property
+    def is_lent_out(self) -> bool:
+        """True when nobody is to stay: nothing serves before another member has come."""
+        return all(m.is_leaving_plan or m.state is MemberState.GONE for m in self.members)
+
+    @property
+    def has_answering(self) -> bool:
+        """Whether somebody answers who is to stay."""
+        return any(m.state in ANSWERING and not m.is_leaving_plan for m in self.members)
+
+    @property
     def answering_ids(self) -> tuple[InstanceId, ...]:
         """Instances whose process answers and is not known to be broken."""
         return tuple(m.instance_id for m in self._members.values() if m.state in ANSWERING)

@@ -38,8 +38,9 @@ from libra.pools.transition import (
 Ending: TypeAlias = Literal["done", "rolled_back", "failed"]
 """The plan wanted is in force; the one before is, and serves; what is left of the one before is."""
 
-Cause: TypeAlias = Literal["decision", "node_lost", "node_back"]
-"""Somebody decided that another plan is better, or a node made it necessary or possible."""
+Cause: TypeAlias = Literal["decision", "node_lost", "node_back", "starved"]
+"""Somebody decided that another plan is better, a node made it necessary or possible, or nothing
+served and the run could not go on without a server."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +60,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     turned_by: str = ""
     cause: Cause = "decision"
     has_way_back: bool = True
-    """False: `old` cannot be in force again, since a node of it is gone."""
+    """False: `old` cannot be in force again, since a node of it is gone, or is of no use, since
+    nothing serves under it."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,6 +222,12 @@ class Reconfiguration:
         if was_new and not self.order.is_turned and self.result is None:
             return self._failed(f"{replica_id} was lost: {reason}", now)
         return self._advance(now)
+
+    def on_starved(self, reason: str, *, now: float) -> tuple[Transition, ...]:
+        """The run needs a server at once, and the plan wanted has none."""
+        if self.order.is_turned or not self.order.has_way_back or self.result is not None:
+            return ()
+        return self._failed(reason, now)
 
     def on_tick(self, *, now: float) -> tuple[Transition, ...]:
         """Turn round, or give up on the way back, when a wait takes too long."""

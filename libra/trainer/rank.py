@@ -153,8 +153,8 @@ def _begin_save(
     behind: BackgroundWork,
 ) -> None:
     """Take the state, say so, and leave the writing to a thread, which says when it is done."""
-    # The ranks agree on files one checkpoint at a time.
-    behind.wait()
+    # Before the state is taken: one that is written and one that waits are in memory at most.
+    behind.make_room()
     with spans.span(Phase.SAVE_CHECKPOINT, step=command.step):
         staged = stage_checkpoint(trainer, command)
     link.send(SaveBegun(rank=trainer.world.at.rank, step=command.step))

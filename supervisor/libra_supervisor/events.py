@@ -17,6 +17,7 @@ from libra.ids import (
     ReplicaId,
 )
 from libra.planner.plan import Plan
+from libra.pools.reconfiguration import Cause
 from libra.rollouts.trajectory import SampleFailed, Trajectory
 from libra.wire.instance import InstanceState, ReloadAck, WeightsReceipt
 from libra.wire.rank import RankEvent
@@ -376,6 +377,7 @@ class ReconfigurationEnded(msgspec.Struct, frozen=True, tag=True):
     """Seconds by kind of transition."""
 
     reason: str
+    cause: Cause = "decision"
 
 
 # Nodes

@@ -74,7 +74,9 @@ def test_a_replica_that_was_warm_joins_once_it_has_its_devices(seed):
         world.step(rng)
     hybrid = world.hybrids.pool[name]
     assert (hybrid.state, hybrid.is_ready, hybrid.snapshot) == (HybridState.JOINING, False, None)
+    assert world.hybrids.present == (), "it holds no device yet"
     world.give_devices(name)
+    assert [it.replica_id for it in world.hybrids.present] == [name]
     run_on(world, rng, lambda: any(name in it for it in world.members_of.values()))
 
 

@@ -32,6 +32,7 @@ class Replicas:
         self.members: set[ReplicaId] = set()
         self.warm_ones: set[ReplicaId] = set()
         self.joins = True
+        self.present = ()
 
     def warm(self, placement):
         self.warm_ones.add(placement.replica_id)

@@ -56,6 +56,19 @@ def run(tmp_path):
     one.end()
 
 
+LAST_SERVER = (
+    *("-o", "rollout_gpus=1", "-o", "heterogeneous_rollout.instances=[{tp: 1, count: 1}]"),
+    *("-o", "global_resource_planner.elastic_hybrid_min_rollout_gpus=0"),
+    # Steps that take their time, and rollouts that run ahead of them.
+    *("-o", "batch_size=32", "-o", "micro_batch_size=1", "-o", "recompute_micro_batch_size=1"),
+)
+
+
+def rollouts_ahead(run, num_batches):
+    run.until_step(2, within_s=WITHIN_S)
+    run.until(lambda: run.status()["num_buffered"] >= 32 * num_batches, within_s=WITHIN_S)
+
+
 @pytest.fixture
 def planned_run(tmp_path):
     """Its planner expects long prompts, and that a change costs nearly nothing."""
@@ -176,6 +189,36 @@ def test_a_replica_that_is_killed_while_it_is_warm_takes_nothing_from_rollout(pr
     assert run.pids("hybrid") == {}
     assert run.call("stop").returncode == 0
     assert run.wait() == 0
+
+
+@pytest.mark.long
+def test_the_only_server_is_lent_and_comes_back_by_order_and_by_itself(run, tmp_path):
+    run.start(*LAST_SERVER, "-o", "max_concurrent_rollouts=3200")
+    rollouts_ahead(run, 80)
+    lent = replanned(run, "--instances", "0", "--hybrids", "1")
+    assert (lent.outcome, lent.stalled_s, lent.stopped) == ("done", 0.0, ("vllm-0",)), lent
+    assert run.pids("vllm") == {}
+    (replica_id,) = lent.attached
+    until_steps_more(run, 3)
+    assert "batches are left before a server comes back" in run.status()["waiting_for"]
+    back = replanned(run, "--instances", "1x1", "--hybrids", "0")
+    assert (back.outcome, back.cause, back.detached) == ("done", "decision", (replica_id,)), back
+    until_steps_more(run, 2)
+    # The second time nobody orders it back.
+    rollouts_ahead(run, 60)
+    assert replanned(run, "--instances", "0", "--hybrids", "1").outcome == "done"
+    again = ended(run, 4)
+    assert (again.outcome, again.cause, again.stalled_s) == ("done", "starved", 0.0), again
+    until_steps_more(run, 2)
+    assert not run.said("hybrid_lost")
+    assert not run.said("sample_failed")
+    assert run.call("stop").returncode == 0
+    assert run.wait() == 0
+    weights_are_those_of_a_core_alone(run, tmp_path)
+
+
+def until_steps_more(run, num_steps):
+    run.until_step(max(run.steps()) + num_steps, within_s=WITHIN_S)
 
 
 def weights_are_those_of_a_core_alone(run, folder):

@@ -417,6 +417,21 @@ def test_granularity_splits_the_budget():
     assert only(grp, train_gpus="8", rollout_gpus="4").hint == "nearest: 6"
 
 
+def test_the_last_server_is_lent_only_with_trajectories_to_go_on_with():
+    lends = (
+        f"{PLANNER}: {{runtime_dynamic_reconfiguration_enabled: true, "
+        "runtime_reconfigure_training: true, elastic_hybrid_min_rollout_gpus: 0"
+    )
+    found = only(f"{lends}}}", max_head_offpolicyness="1")
+    assert found.path == f"{PLANNER}.elastic_hybrid_min_rollout_gpus"
+    assert "lasts for max_head_offpolicyness, 1, steps, and a replica needs 2" in found.what
+    assert not broken_rules(f"{lends}}}", max_head_offpolicyness="2")
+    alone = only(f"{lends}, decouple_communication_domains: false}}", max_head_offpolicyness="8")
+    assert "then there are no replicas" in alone.what
+    # Nothing is lent at all.
+    assert not broken_rules(f"{PLANNER}: {{elastic_hybrid_min_rollout_gpus: 0}}")
+
+
 def test_a_hybrid_replica_is_one_of_the_training_topology():
     text = f"{PLANNER}: {{elastic_hybrid_replica_size_gpus: %d}}"
     assert not broken_rules(text % 2, train_gpus="4", train_tp_size="2")

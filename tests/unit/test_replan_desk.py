@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from libra import clock
 from libra.config.rollout import TpBucket
-from libra.ids import InstanceId
+from libra.ids import InstanceId, ReplicaId, SlotId
 from libra.planner.calibration import book_of
 from libra.planner.cost_models import described
 from libra.planner.demand import observed_demand
-from libra.planner.plan import InstancePlacement
+from libra.planner.plan import HybridPlacement, InstancePlacement
 from libra.planner.replan import Replanner
 from libra.planner.search import plan as searched
 from libra.pools.change_policy import policy_of
@@ -93,7 +93,13 @@ def step_record(step, step_s):
 
 @asynccontextmanager
 async def bench(
-    *, planned_for=READS, last_decision_id=0, max_run_s=None, instances_of_one=False, **planner
+    *,
+    planned_for=READS,
+    last_decision_id=0,
+    max_run_s=None,
+    instances_of_one=False,
+    lead_steps=0.0,
+    **planner,
 ):
     config = replan_config(**{**ON, **planner})
     config = replace(config, control=replace(config.control, total_steps=500, max_run_s=max_run_s))
@@ -119,6 +125,7 @@ async def bench(
             instances=tuple,
             write=made.written.append,
             post=post,
+            lead_steps=lambda: lead_steps,
             num_slots=8,
         ),
         last_decision_id=last_decision_id,
@@ -238,6 +245,22 @@ async def test_how_changes_end_is_counted_and_the_desk_looks_again_after_the_coo
         await made.end_steps(WRITES, 8)
         await settled(made, num_written + 1)
         assert {it.verdict for it in made.written[num_written:]} == {"keep"}
+
+
+async def test_after_a_server_came_back_by_itself_the_desk_waits_for_the_cooldown():
+    async with bench(runtime_replan_cooldown_s=1000.0) as made:
+        made.desk.on_event(ReconfigurationEnded(0, "done", 0.0, {}, "no batch", "starved"))
+        await made.end_steps(WRITES, 12)
+        assert made.written == []
+
+
+async def test_a_look_knows_how_long_training_could_go_on_alone():
+    async with bench(lead_steps=7.0) as made:
+        replica = HybridPlacement(replica_id=ReplicaId("hybrid-9"), slots=(SlotId(7),))
+        plan = made.control.plans.plan
+        made.control.plans.plan = replace(plan, instances=(), hybrids=(replica,))
+        reply = await made.desk.ask(is_dry_run=True)
+        assert "while there is something to train on, 7 batches now" in reply.message
 
 
 async def test_a_kind_that_was_refused_is_left_out():

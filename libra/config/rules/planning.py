@@ -66,6 +66,36 @@ def replica_size(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+_FEWEST_LEAD_STEPS = 2
+"""In the first the core takes a snapshot, with the second the replica contributes."""
+
+
+def last_server_may_be_lent(config: RunConfig) -> Iterator[Problem]:
+    """Check that training could go on for a while without any server."""
+    planner, path = config.global_resource_planner, f"{PLANNER}.elastic_hybrid_min_rollout_gpus"
+    if planner.elastic_hybrid_min_rollout_gpus or not planner.runtime_reconfigure_training:
+        return
+    bound = config.rollout.max_head_offpolicyness
+    if not planner.decouple_communication_domains:
+        yield Problem(
+            path=path,
+            what="is 0, for replicas that borrow every server, and decouple_communication_domains "
+            "is false: then there are no replicas",
+            hint="write 1 or more",
+            related=(f"{PLANNER}.decouple_communication_domains",),
+        )
+    elif bound < _FEWEST_LEAD_STEPS:
+        yield Problem(
+            path=path,
+            what="is 0, for replicas that borrow every server: what rollouts have made by then "
+            f"lasts for max_head_offpolicyness, {bound:g}, steps, and a replica needs "
+            f"{_FEWEST_LEAD_STEPS} before it contributes",
+            hint=f"a max_head_offpolicyness of {_FEWEST_LEAD_STEPS} or more, better several times "
+            "that, or 1 here",
+            related=("max_head_offpolicyness",),
+        )
+
+
 def expert_candidates(config: RunConfig) -> Iterator[Problem]:
     """Check allowed_train_ep against the experts."""
     arch = config.model_arch
@@ -198,6 +228,7 @@ RULES = (
     minima_fit,
     granularity_fits,
     replica_size,
+    last_server_may_be_lent,
     expert_candidates,
     master_switch,
     online_replanning_has_prices,

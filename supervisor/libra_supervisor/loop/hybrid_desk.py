@@ -111,6 +111,12 @@ class HybridDesk:
         """Have it leave at the next step boundary; HybridLeft says when its devices are free."""
         return self._carried_out(self.pool.on_detach(replica_id)).commands
 
+    @property
+    def present(self) -> tuple[HybridPlacement, ...]:
+        """Of all replicas that hold devices, those that were told to leave included."""
+        there = (it for it in self.pool.hybrids if it.state is not HybridState.GONE)
+        return tuple(self._placement_of[it.replica_id] for it in there if it.has_devices)
+
     # What happens at the core
 
     def on_core_begins(self, attempt: int) -> Done:
@@ -239,6 +245,7 @@ class HybridDesk:
             case hybrid.GiveDevices(replica_id):
                 return (commands.TellReplica(replica_id, TakeDevice()),)
             case hybrid.StopReplica(replica_id, reason):
+                self._joins = [it for it in self._joins if it.replica_id != replica_id]
                 said = commands.Say("hybrid_stops", {"replica": replica_id, "why": reason})
                 return (said, commands.StopReplica(replica_id))
             case hybrid.TakeSnapshot(step):

@@ -6,6 +6,7 @@ from typing import assert_never
 import msgspec
 
 from libra.ids import InstanceId
+from libra.planner.lending import serves_nothing
 from libra.planner.plan import Plan
 from libra.pools.change_policy import Refusal, devices_missing, judged
 from libra.pools.ground import Stage
@@ -19,6 +20,7 @@ from libra_supervisor.loop.change_stages import stages_now
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.run_state import RunState
+from libra_supervisor.loop.server_need import need_of_server
 from libra_supervisor.loop.stage_clock import StageClock
 from libra_supervisor.loop.transition_orders import orders_for
 from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRecord
@@ -76,7 +78,7 @@ def on_instance(
     change, instance_id = state.plans.change, event.instance_id
     match event:
         case events.InstanceDrained():
-            ordered = change.on_drained(instance_id, now=at.now) if change else ()
+            ordered = _drained(state, change, instance_id, at) if change else ()
         case events.InstanceWarmed():
             ordered = change.on_warm(instance_id, now=at.now) if change else ()
         case events.InstanceAsleep():
@@ -147,7 +149,7 @@ def _on_wanted(
 ) -> tuple[Command, ...]:
     plans = state.plans
     plan = plans.as_carried_out(event.plan)
-    if why := why_not_now(state) or plans.why_not(plan):
+    if why := why_not_now(state) or why_not_lent(state, plan) or plans.why_not(plan):
         return _refused(state, event, Refusal(why), at)
     wanted = plans.match(plan)
     if wanted == plans.plan:
@@ -156,7 +158,14 @@ def _on_wanted(
     found = judged(plans.policy, ground, plans.plan, wanted)
     if isinstance(found, Refusal):
         return _refused(state, event, found, at)
-    order = Order(decision_id=event.decision_id, reason=event.reason, old=plans.plan, wanted=wanted)
+    order = Order(
+        decision_id=event.decision_id,
+        reason=event.reason,
+        old=plans.plan,
+        wanted=wanted,
+        # Nothing would serve again: what does not come up is waited for, or ends the run.
+        has_way_back=not serves_nothing(plans.plan),
+    )
     change = Reconfiguration(
         order,
         ground,
@@ -205,6 +214,17 @@ def why_not_now(state: RunState) -> str:
         return "no version is served yet"
     if state.cycle.stop_reason is not None:
         return f"the run is stopping: {state.cycle.stop_reason}"
+    return ""
+
+
+def why_not_lent(state: RunState, wanted: Plan) -> str:
+    """What needs a server now, should nothing serve under `wanted`; empty when nothing does."""
+    if not serves_nothing(wanted) or not wanted.hybrids:
+        return ""
+    if serves_nothing(state.plans.plan):
+        return "nothing serves, and would not serve either: a server has to come back first"
+    if state.evaluator.progress is not None:
+        return "nothing would serve, and an evaluation is going on"
     return ""
 
 
@@ -274,6 +294,23 @@ def on_tick(state: RunState, at: Moment) -> tuple[Command, ...]:
     return () if change is None else _carried_out(state, change.on_tick(now=at.now), at)
 
 
+def _drained(
+    state: RunState, change: Reconfiguration, instance_id: InstanceId, at: Moment
+) -> tuple[Transition, ...]:
+    """The last server stays when it has not left enough to go on without it."""
+    is_last = change.ground.ids_in(Stage.DRAINING) == (instance_id,) and state.pool.is_lent_out
+    if is_last and serves_nothing(change.order.wanted) and (why := need_of_server(state, at)):
+        turned = change.on_starved(why, now=at.now)
+        if turned:
+            return turned
+    return change.on_drained(instance_id, now=at.now)
+
+
+def on_starved(state: RunState, reason: str, at: Moment) -> tuple[Command, ...]:
+    change = state.plans.change
+    return () if change is None else _carried_out(state, change.on_starved(reason, now=at.now), at)
+
+
 def _gone(
     change: Reconfiguration | None, instance_id: InstanceId, at: Moment, *, is_clean: bool
 ) -> tuple[Transition, ...]:
@@ -305,7 +342,8 @@ def _ended(
     plans.stages.look({}, now=at.now)
     plans.change = None
     plans.take_over(change.ground)
-    before, plans.plan = plans.plan, result.plan
+    before = plans.plan
+    plans.put_in_force(result.plan)
     record = _record(state, order, result.outcome, result.reason, at)
     record = msgspec.structs.replace(
         record,
@@ -366,6 +404,7 @@ def _told(state: RunState, record: ReconfigurationRecord) -> tuple[Command, ...]
         stalled_s=record.stalled_s,
         phases=record.phases,
         reason=record.reason,
+        cause=record.cause,
     )
     fields: dict[str, object] = {
         "decision": record.decision_id,

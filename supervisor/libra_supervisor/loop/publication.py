@@ -193,6 +193,8 @@ class Publication:
         """Try a failed batch again once enough engines answer."""
         if not self._is_retry_due:
             return ()
+        if self._pool.is_lent_out and not self._desk.is_sending:
+            return self.reload(at=at)  # nobody is left to prove it
         # Replacements take their time, which those that can receive again need not wait for. But
         # rank 0 must be through: if it is gone, the gang's loss is what is going on.
         is_early = self._desk.is_sending if self._terms.transfers else not self._pool.is_settled

@@ -26,7 +26,8 @@ from libra_supervisor.app.device_gate import DeviceGate, NodeGate, all_of
 from libra_supervisor.events import ChildExited, ChildReady, ChildStarted, ChildWaiting, GangLost
 from libra_supervisor.instances.port_lease import lease_port
 from libra_supervisor.nodes.members import NodeLost
-from libra_supervisor.nodes.remote import RemoteSpawner, remote_port
+from libra_supervisor.nodes.remote import remote_port
+from libra_supervisor.nodes.remote_child import RemoteSpawner
 from libra_supervisor.process.identity import ProcessIdentity
 from libra_supervisor.process.kernel import read_tag
 from libra_supervisor.process.lifecycle import Adoptee, ChildHooks, ChildState, Deadlines
