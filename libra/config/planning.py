@@ -127,6 +127,10 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
     ] = "diff"
     """How rollout instances are brought to a new plan; diff touches only what changes."""
 
+    runtime_lent_servers: Literal["stop", "sleep"] = "stop"
+    """What becomes of a server while training has its GPUs: sleep keeps its process and compiled
+    code, and its weights in host memory, so that it is back without a start."""
+
     runtime_reconfigure_timeout_s: Seconds = 900.0
     """Longest each wait of a change may take (for a drain, for a server to come up, for a step
     boundary), in seconds; past it the change is undone."""

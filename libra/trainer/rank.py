@@ -32,11 +32,19 @@ from libra.wire.rank import (
     SendWeights,
     Shutdown,
     StepTrained,
+    TakeDevice,
     TrainStep,
 )
 
 WorkCommand: TypeAlias = (
-    TrainStep | ExportWeights | OfferWeights | SendWeights | OpenLanes | JoinCore | FollowStep
+    TrainStep
+    | ExportWeights
+    | OfferWeights
+    | SendWeights
+    | OpenLanes
+    | JoinCore
+    | FollowStep
+    | TakeDevice
 )
 
 HEARTBEAT_EVERY_S = 0.25
@@ -190,7 +198,7 @@ def _verdict(
     return judge(command, sent.probe, config, checksum=sent.checksum)
 
 
-def _answer(
+def _answer(  # noqa: C901, PLR0912 - a table
     trainer: Trainer, transfers: Transfers, command: WorkCommand, spans: SpanWriter
 ) -> RankEvent | None:
     """Obey one command; returns what to tell the supervisor, if anything."""
@@ -218,6 +226,8 @@ def _answer(
             return trainer.learner.exchange.open(command)
         case JoinCore() | FollowStep():
             return _obey_as_replica(trainer, command, spans)
+        case TakeDevice():
+            raise InvariantError(f"rank {rank} has its device already")
         case _:
             assert_never(command)
 

@@ -33,7 +33,10 @@ TURN = {
 """Orders of one turn; each begins where the one before has led."""
 
 LENT = "rollout to training"
-TURN_OF_LAST_SERVER = {
+LENDING = {name: TURN[name] for name in (LENT, "training to rollout")}
+"""Of them those that lend a slot to a replica and give it back."""
+
+LENDING_OF_LAST_SERVER = {
     LENT: ("--instances", "0", "--hybrids", "1"),
     "training to rollout": ("--instances", "1x1", "--hybrids", "0"),
 }
@@ -54,7 +57,6 @@ class Job:
     ) -> None:
         """`lead_batches`: there is one server, lent when so many batches are ready; 0: two."""
         self._lead_batches = lead_batches
-        self.turn = TURN_OF_LAST_SERVER if lead_batches else TURN
         num_servers = 1 if lead_batches else 2
         self.run_dir = folder / "run"
         self._metrics = Lines(self.run_dir / "metrics.jsonl")
@@ -79,12 +81,14 @@ class Job:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(argv, env=self._env, stdout=log, stderr=log)
 
-    def measure(self, *, num_turns: int) -> dict[str, list[dict[str, Any]]]:
-        """What each order took, by its name, in every turn."""
+    def measure(
+        self, orders: Mapping[str, tuple[str, ...]], *, num_turns: int
+    ) -> dict[str, list[dict[str, Any]]]:
+        """What each of these orders took, by its name, in every turn."""
         self._until(lambda: self._steps()[SETTLED_STEPS - 1 :])
         found: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for turn in range(num_turns):
-            for name, order in self.turn.items():
+            for name, order in orders.items():
                 if self._lead_batches and name == LENT:
                     self._until_ahead()
                 sys.stderr.write(f"turn {turn + 1}: {name}\n")

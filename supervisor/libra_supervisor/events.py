@@ -229,6 +229,20 @@ class InstanceWarmed(msgspec.Struct, frozen=True, tag=True):
     instance_id: InstanceId
 
 
+class InstanceAsleep(msgspec.Struct, frozen=True, tag=True):
+    """A server has given its devices back and is there for later."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+
+
+class InstanceWoken(msgspec.Struct, frozen=True, tag=True):
+    """A server has its devices again; its weights are still to be loaded."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+
+
 class InstanceRetired(msgspec.Struct, frozen=True, tag=True):
     """A server has ended for good."""
 
@@ -304,6 +318,12 @@ class ReconfigurationWanted(msgspec.Struct, frozen=True, tag=True):
     decision_id: int
     plan: Plan
     reason: str
+
+
+class HybridWarmed(msgspec.Struct, frozen=True, tag=True):
+    """A replica without devices has come as far as it can."""
+
+    replica_id: ReplicaId
 
 
 class HybridJoined(msgspec.Struct, frozen=True, tag=True):
@@ -417,6 +437,8 @@ Event: TypeAlias = (
     | InstanceDoubted
     | InstanceDrained
     | InstanceWarmed
+    | InstanceAsleep
+    | InstanceWoken
     | InstanceRetired
     | ExportChecked
     | ReloadAnswered
@@ -427,6 +449,7 @@ Event: TypeAlias = (
     | ReplicaReady
     | ReplicaSaid
     | ReplicaDown
+    | HybridWarmed
     | HybridJoined
     | HybridLost
     | HybridLeft

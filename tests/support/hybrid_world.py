@@ -1,6 +1,6 @@
 """A `World` whose run lends slots to hybrid replicas, with replicas that fail in every way."""
 
-from control_world import METRICS, RandomWorld
+from control_world import METRICS
 from libra.ids import ReplicaId, RunId, SlotId
 from libra.planner.plan import HybridPlacement
 from libra.rollouts.batch import BatchShape
@@ -13,11 +13,12 @@ from libra.wire.hybrid import (
     OpenLanes,
     StepFollowed,
 )
-from libra.wire.rank import CheckpointSaved, StepTrained
+from libra.wire.rank import CheckpointSaved, StepTrained, TakeDevice
 from libra_supervisor import events
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.hybrid_desk import HybridDesk, HybridTerms
 from libra_supervisor.loop.moment import Moment
+from sleepy_world import SleepyWorld
 
 DIRECTORY = "/run/hybrid"
 REPLICA_SIZE = 2
@@ -26,8 +27,9 @@ REPLICA_SIZE = 2
 class Replica:
     """One replica's processes as they really are."""
 
-    def __init__(self, placement: HybridPlacement) -> None:
+    def __init__(self, placement: HybridPlacement, *, has_devices: bool) -> None:
         self.placement = placement
+        self.has_devices = has_devices
         self.step: int | None = None
         """What its weights are of; None: no weights of the core."""
 
@@ -37,7 +39,7 @@ class Replica:
         self.loads: str | None = None
 
 
-class HybridWorld(RandomWorld):
+class HybridWorld(SleepyWorld):
     """Replicas, of two ranks as a rule; what they are told waits in `orders` until `obey`."""
 
     def __init__(self, *, replica_size: int = REPLICA_SIZE, **options) -> None:
@@ -67,10 +69,21 @@ class HybridWorld(RandomWorld):
         self.count = 0
 
     def attach(self) -> ReplicaId:
+        return self._begin(self.hybrids.attach)
+
+    def warm(self) -> ReplicaId:
+        """Start one without its devices."""
+        return self._begin(self.hybrids.warm)
+
+    def give_devices(self, name: ReplicaId) -> None:
+        for command in self.hybrids.attach(self.replicas[name].placement):
+            self._carry_out(command)
+
+    def _begin(self, how) -> ReplicaId:
         name = ReplicaId(f"hybrid-{self.count}")
         slots = (SlotId(10 + 2 * self.count), SlotId(11 + 2 * self.count))
         self.count += 1
-        for command in self.hybrids.attach(HybridPlacement(replica_id=name, slots=slots)):
+        for command in how(HybridPlacement(replica_id=name, slots=slots)):
             self._carry_out(command)
         return name
 
@@ -131,10 +144,18 @@ class HybridWorld(RandomWorld):
 
     def _carry_out(self, command) -> None:  # noqa: C901, PLR0912, PLR0915 - a table
         match command:
-            case commands.StartReplica(placement):
-                self.replicas[placement.replica_id] = Replica(placement)
+            case commands.StartReplica(placement, has_devices):
+                name = placement.replica_id
+                self.replicas[name] = Replica(placement, has_devices=has_devices)
                 self._check_slots()
-                self.pending.append(events.ReplicaReady(placement.replica_id))
+                up = events.ReplicaReady if has_devices else events.HybridWarmed
+                self.pending.append(up(name))
+            case commands.TellReplica(name, TakeDevice()):
+                assert name not in self.stopped, "it has been told to leave"
+                if name in self.replicas:
+                    self.replicas[name].has_devices = True
+                    self._check_slots()
+                    self.pending.append(events.ReplicaReady(name))
             case commands.StopReplica(name):
                 self.stopped.add(name)
                 if self.replicas.pop(name, None) is not None:
@@ -178,7 +199,8 @@ class HybridWorld(RandomWorld):
 
     def _check_slots(self) -> None:
         super()._check_slots()
-        lent = {slot for it in self.replicas.values() for slot in it.placement.slots}
+        there = [it for it in self.replicas.values() if it.has_devices]
+        lent = {slot for it in there for slot in it.placement.slots}
         used = {*self.train.slots, *(s for it in self.placed.values() for s in it.slots)}
         assert not lent & used, "a replica has the slot of another"
 
@@ -194,5 +216,6 @@ class HybridWorld(RandomWorld):
 
 
 def _is_of(event, name: ReplicaId) -> bool:
-    is_replicas = isinstance(event, events.ReplicaReady | events.ReplicaSaid)
+    kinds = events.ReplicaReady | events.ReplicaSaid | events.HybridWarmed
+    is_replicas = isinstance(event, kinds)
     return is_replicas and event.replica_id == name

@@ -84,6 +84,14 @@ def planned_run(tmp_path):
 
 
 @pytest.fixture
+def prewarmed_run(tmp_path):
+    strategy = {"runtime_rollout_reconfigure_strategy": "prewarm"}
+    one = made_in(tmp_path, train_gpus=1, planner=strategy)
+    yield one
+    one.end()
+
+
+@pytest.fixture
 def run_of_four(tmp_path):
     """Four core ranks, on slots 2 to 5."""
     one = made_in(tmp_path, train_gpus=4, micro_batch_size=1, recompute_micro_batch_size=1)
@@ -138,6 +146,49 @@ def test_a_slot_trains_by_order_and_serves_again_and_the_weights_are_those_of_a_
     assert run.call("stop").returncode == 0
     assert run.wait() == 0
     weights_are_those_of_a_core_alone(run, tmp_path)
+
+
+def test_a_replica_comes_up_before_its_slot_is_drained_and_contributes_like_any_other(
+    prewarmed_run, tmp_path
+):
+    run = prewarmed_run
+    run.start()
+    run.until_step(2, within_s=WITHIN_S)
+    lent = replanned(run, "--instances", "1x1", "--hybrids", "1")
+    assert (lent.outcome, lent.stalled_s) == ("done", 0.0), lent
+    (replica_id,) = lent.attached
+    assert lent.transitions[:3] == (
+        f"warm up {replica_id}",
+        f"wait until {replica_id} needs a device",
+        "drain vllm-1",
+    )
+    stages = lent.stages[replica_id]
+    assert set(stages) == {"warm", "start", "snapshot", "load", "catch_up"}
+    run.until_step(max(run.steps()) + 4)
+    back = replanned(run, "--instances", "2x1", "--hybrids", "0")
+    assert (back.outcome, back.detached) == ("done", (replica_id,)), back
+    run.until_step(max(run.steps()) + 2)
+    assert run.call("stop").returncode == 0
+    assert run.wait() == 0
+    weights_are_those_of_a_core_alone(run, tmp_path)
+
+
+def test_a_replica_that_is_killed_while_it_is_warm_takes_nothing_from_rollout(prewarmed_run):
+    run = prewarmed_run
+    run.start()
+    run.until_step(2, within_s=WITHIN_S)
+    servers = run.pids("vllm")
+    want(run.run_dir, with_hybrid(plan_in(run.run_dir)), decision_id=1)
+    pids = run.until(lambda: run.pids("hybrid"), within_s=WITHIN_S)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    failed = ended(run, 1)
+    assert failed.outcome == "rolled_back", failed
+    assert run.pids("vllm") == servers
+    run.until_step(max(run.steps()) + 2)
+    assert run.pids("hybrid") == {}
+    assert run.call("stop").returncode == 0
+    assert run.wait() == 0
 
 
 @pytest.mark.long

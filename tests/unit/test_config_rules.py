@@ -471,6 +471,46 @@ def test_cluster_swap_needs_its_switch():
     assert only(text).related == (f"{PLANNER}.runtime_cluster_swap_enabled",)
 
 
+LENT = f"""
+{PLANNER}:
+  runtime_dynamic_reconfiguration_enabled: true
+  runtime_reconfigure_training: true
+  runtime_lent_servers: sleep
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "other"),
+    [
+        ("runtime_reconfigure_training: false", {}, f"{PLANNER}.runtime_reconfigure_training"),
+        (
+            "runtime_rollout_reconfigure_strategy: restart_all",
+            {},
+            f"{PLANNER}.runtime_rollout_reconfigure_strategy",
+        ),
+        (
+            "runtime_rollout_reconfigure_strategy: blue_green",
+            {},
+            f"{PLANNER}.runtime_rollout_reconfigure_strategy",
+        ),
+        (
+            "",
+            {"rollout_weight_sync_mode": "none", "max_head_offpolicyness": ".inf"},
+            "rollout_weight_sync_mode",
+        ),
+        ("", {"rollout_weight_reload_method": "restart"}, "rollout_weight_reload_method"),
+    ],
+)
+def test_servers_sleep_only_where_they_are_of_use_afterwards(changed, options, other):
+    assert not broken_rules(LENT)
+    lines = [it for it in LENT.splitlines() if it.split(":")[0] != f"  {changed.split(':')[0]}"]
+    text = "\n".join([*lines, *([f"  {changed}"] if changed else [])])
+    problem = only(text, **options)
+    assert problem.path == f"{PLANNER}.runtime_lent_servers"
+    assert problem.related == (other,)
+    assert not broken_rules(text.replace("sleep", "stop"), **options)
+
+
 def test_the_cluster_holds_what_is_used():
     text = (
         "hardware: {device_name: x, memory_bytes: 1, dense_bf16_flops: 1, gpus_per_node: 4, "

@@ -155,6 +155,43 @@ def swap_strategy(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def lent_servers_come_back(config: RunConfig) -> Iterator[Problem]:
+    """Check that servers can be lent, and that one that has slept is of use afterwards."""
+    planner, weights = config.global_resource_planner, config.weights
+    if planner.runtime_lent_servers == "stop":
+        return
+    path = f"{PLANNER}.runtime_lent_servers"
+    if not planner.runtime_reconfigure_training:
+        yield Problem(
+            path=path,
+            what="sleep is for servers that are lent to training, which "
+            "runtime_reconfigure_training: false forbids",
+            hint="set that to true, or this to stop",
+            related=(f"{PLANNER}.runtime_reconfigure_training",),
+        )
+    if (strategy := planner.runtime_rollout_reconfigure_strategy) in ("restart_all", "blue_green"):
+        yield Problem(
+            path=path,
+            what=f"sleep keeps processes that {strategy} never comes back to",
+            hint="nearest: stop; or choose diff, prewarm or cluster_swap",
+            related=(f"{PLANNER}.runtime_rollout_reconfigure_strategy",),
+        )
+    if weights.rollout_weight_sync_mode == "none":
+        yield Problem(
+            path=path,
+            what="sleep needs published weights: what a server holds afterwards is loaded anew",
+            hint="nearest: stop",
+            related=("rollout_weight_sync_mode",),
+        )
+    elif weights.rollout_weight_reload_method == "restart":
+        yield Problem(
+            path=path,
+            what="sleep keeps processes that a reload by restart ends",
+            hint="nearest: stop; or set rollout_weight_reload_method to inplace",
+            related=("rollout_weight_reload_method",),
+        )
+
+
 def cluster_is_large_enough(config: RunConfig) -> Iterator[Problem]:
     """Check the GPUs that are used against those that `hardware` describes."""
     hardware = config.hardware
@@ -196,5 +233,6 @@ RULES = (
     master_switch,
     online_replanning_has_prices,
     swap_strategy,
+    lent_servers_come_back,
     cluster_is_large_enough,
 )

@@ -204,6 +204,12 @@ class Operator:
                 message=f"{target} was given up and stays down until the run is resumed: "
                 f"{self._control.pool[instance_id].last_error}",
             )
+        if self._control.pool[instance_id].state is MemberState.ASLEEP:
+            return VerbReply(
+                ok=False,
+                message=f"{target} sleeps while training has its devices; a change of the plan "
+                "(replan) gives them back, or ends it",
+            )
         if verb == "restart" and not self._facts.manages_engines:
             return VerbReply(
                 ok=False,

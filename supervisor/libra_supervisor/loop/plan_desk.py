@@ -7,7 +7,7 @@ import msgspec
 from libra.config.rules import check_rules
 from libra.config.run import RunConfig
 from libra.errors import InvariantError
-from libra.ids import NodeRank, ReplicaId
+from libra.ids import InstanceId, NodeRank, ReplicaId
 from libra.planner.applied import planned_config
 from libra.planner.lending import serves_nothing
 from libra.planner.matching import next_number_after
@@ -38,6 +38,10 @@ STALLED: Final = "stalled"
 
 class HybridPort(Protocol):
     """Attaches and detaches hybrid replicas; HybridJoined, Left and Lost say how it went."""
+
+    def warm(self, placement: HybridPlacement) -> tuple[Command, ...]:
+        """Start one as far as it comes without its devices; HybridWarmed says when it has."""
+        ...
 
     def attach(self, placement: HybridPlacement) -> tuple[Command, ...]: ...
 
@@ -93,14 +97,17 @@ class PlanDesk:
         self._next_number = next_number_after(plan)
         self._decision_id = 0
         self.lost: frozenset[Slot] = frozenset()
+        self.asleep: tuple[InstancePlacement, ...] = ()
+        """Servers outside of the plan in force that wait for their slots."""
+
         self._kept = memory
         if memory is not None:
-            self._next_number = max(memory.next_number, self._next_number)
-            self.lost = frozenset((NodeRank(0), slot) for slot in memory.lost_slots)
-            self._decision_id = memory.decision_id
             self._remember(memory)
 
     def _remember(self, memory: PlanMemory) -> None:
+        self._next_number = max(memory.next_number, self._next_number)
+        self.lost = frozenset((NodeRank(0), slot) for slot in memory.lost_slots)
+        self._decision_id = memory.decision_id
         if memory.lent_from is not None:
             return  # what was borrowed ended with the supervisor before, and so did the loan
         self.plan = msgspec.structs.replace(memory.in_force, hybrids=())
@@ -128,11 +135,19 @@ class PlanDesk:
 
     def match(self, wanted: Plan) -> Plan:
         """`wanted` in terms of the plan in force; its new ids are used up."""
-        matched = matched_by(
-            self.policy, self.plan, wanted, next_number=self._next_number, lost=self.lost
-        )
+        matched = self._matched(wanted)
         self._next_number = max(self._next_number, next_number_after(matched))
         return matched
+
+    def _matched(self, wanted: Plan) -> Plan:
+        return matched_by(
+            self.policy,
+            self.plan,
+            wanted,
+            next_number=self._next_number,
+            lost=self.lost,
+            asleep=self.asleep,
+        )
 
     def put_in_force(self, plan: Plan) -> None:
         """A change has ended with it."""
@@ -200,7 +215,7 @@ class PlanDesk:
         return f"a mini-batch of {size} trajectories cannot be cut for {num_shards} ranks"
 
     def ground(self, pool: RolloutPool, placements: tuple[InstancePlacement, ...]) -> Ground:
-        """What holds devices now: those of `placements` that the pool has not given up."""
+        """What holds devices now, and what sleeps: what the pool has not given up."""
         servers = []
         for placement in placements:
             member = pool.get(placement.instance_id)
@@ -209,7 +224,17 @@ class PlanDesk:
             # A weight reload is a pause of an instance that serves.
             is_serving = member.state in (MemberState.SERVING, MemberState.RELOADING)
             servers.append(Server(placement, Stage.SERVING if is_serving else Stage.STARTING))
+        servers += [Server(it, Stage.ASLEEP) for it in self.asleep]
         return Ground(train=self.plan.train, servers=tuple(servers), lost=self.lost)
+
+    def take_over(self, ground: Ground) -> None:
+        """Remember of a change that is over what no plan says."""
+        self.lost = ground.lost
+        self.asleep = tuple(it.placement for it in ground.servers if it.stage is Stage.ASLEEP)
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """Its process has ended for good."""
+        self.asleep = tuple(it for it in self.asleep if it.instance_id != instance_id)
 
     def ground_in_force(self, pool: RolloutPool) -> Ground:
         """What holds devices while no change is under way."""
@@ -229,9 +254,7 @@ class PlanDesk:
         plan = self.as_carried_out(wanted)
         if why := self.why_not(plan):
             return plan, Refusal(why)
-        found = matched_by(
-            self.policy, self.plan, plan, next_number=self._next_number, lost=self.lost
-        )
+        found = self._matched(plan)
         if found == self.plan:
             return found, Refusal("this plan is in force already")
         return found, judged(self.policy, self.ground_in_force(pool), self.plan, found)

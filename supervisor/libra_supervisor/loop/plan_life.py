@@ -11,6 +11,7 @@ from libra.planner.plan import Plan
 from libra.pools.change_policy import Refusal, devices_missing, judged
 from libra.pools.ground import Stage
 from libra.pools.member import MemberState
+from libra.pools.pool import COMING
 from libra.pools.reconfiguration import Order, Reconfiguration, Result
 from libra.pools.transition import Transition, in_words
 from libra_supervisor import events
@@ -26,8 +27,7 @@ from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRec
 
 _LOST = frozenset(
     {
-        MemberState.STARTING,
-        MemberState.RESTARTING,
+        *COMING,
         MemberState.QUARANTINED,
         MemberState.STALE,
         # By an operator. One that the change itself drains does not count as serving anyhow.
@@ -40,6 +40,7 @@ def on_plan(
     state: RunState,
     event: events.ReconfigurationWanted
     | events.ReconfigurationEnded
+    | events.HybridWarmed
     | events.HybridJoined
     | events.HybridLost
     | events.HybridLeft,
@@ -51,6 +52,8 @@ def on_plan(
             return _on_wanted(state, event, at)
         case events.ReconfigurationEnded():
             return ()
+        case events.HybridWarmed(replica_id):
+            ordered = change.on_hybrid_warm(replica_id, now=at.now) if change else ()
         case events.HybridJoined(replica_id):
             ordered = change.on_hybrid_joined(replica_id, now=at.now) if change else ()
         case events.HybridLeft(replica_id):
@@ -66,7 +69,10 @@ def on_plan(
 
 def on_instance(
     state: RunState,
-    event: events.InstanceDrained | events.InstanceWarmed | events.InstanceRetired,
+    event: events.InstanceDrained
+    | events.InstanceWarmed
+    | events.InstanceAsleep
+    | events.InstanceRetired,
     at: Moment,
 ) -> tuple[Command, ...]:
     change, instance_id = state.plans.change, event.instance_id
@@ -75,15 +81,37 @@ def on_instance(
             ordered = _drained(state, change, instance_id, at) if change else ()
         case events.InstanceWarmed():
             ordered = change.on_warm(instance_id, now=at.now) if change else ()
+        case events.InstanceAsleep():
+            return _on_asleep(state, event, at)
         case events.InstanceRetired(is_clean=is_clean):
             state.pool.remove(instance_id)
             state.publication.forget(instance_id)
+            state.plans.forget(instance_id)
             ordered = _gone(change, instance_id, at, is_clean=is_clean)
             forgotten = commands.ForgetInstance(instance_id)
             return (forgotten, *_carried_out(state, ordered, at))
         case _:
             assert_never(event)
     return _carried_out(state, ordered, at)
+
+
+def _on_asleep(state: RunState, event: events.InstanceAsleep, at: Moment) -> tuple[Command, ...]:
+    change, instance_id = state.plans.change, event.instance_id
+    member = state.pool.get(instance_id)
+    if member is None:
+        return ()
+    server = change.ground.find(instance_id) if change is not None else None
+    is_wanted = server is not None and server.stage is Stage.FALLING_ASLEEP
+    is_same = member.incarnation == event.incarnation
+    if (
+        change is None
+        or not (is_wanted and is_same)
+        or not state.pool.on_asleep(instance_id, now=at.now)
+    ):
+        return (commands.RetireInstance(instance_id),)
+    state.publication.forget(instance_id)
+    forgotten = commands.ForgetInstance(instance_id)
+    return (forgotten, *_carried_out(state, change.on_asleep(instance_id, now=at.now), at))
 
 
 def on_training_ready(state: RunState, at: Moment) -> tuple[Command, ...]:
@@ -173,7 +201,7 @@ def overtaken(state: RunState, reason: str, at: Moment) -> tuple[Command, ...]:
         return ()
     plans.stages.look({}, now=at.now)
     plans.change = None
-    plans.lost = change.ground.lost
+    plans.take_over(change.ground)
     record = _record(state, change.order, "failed", f"overtaken: {reason}", at)
     return _told(state, msgspec.structs.replace(record, stages=plans.stages.seconds))
 
@@ -313,7 +341,7 @@ def _ended(
     plans, order = state.plans, change.order
     plans.stages.look({}, now=at.now)
     plans.change = None
-    plans.lost = change.ground.lost
+    plans.take_over(change.ground)
     before = plans.plan
     plans.put_in_force(result.plan)
     record = _record(state, order, result.outcome, result.reason, at)
@@ -326,6 +354,7 @@ def _ended(
         transitions=result.transitions,
         started=_beyond(result.plan, before),
         stopped=_beyond(before, result.plan),
+        asleep=tuple(it.instance_id for it in plans.asleep),
         attached=tuple(it.replica_id for it in result.plan.hybrids if it not in before.hybrids),
         detached=tuple(it.replica_id for it in before.hybrids if it not in result.plan.hybrids),
     )

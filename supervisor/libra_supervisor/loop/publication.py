@@ -16,7 +16,7 @@ from libra.config.weights import WeightsConfig
 from libra.errors import InvariantError
 from libra.ids import Incarnation, InstanceId, NodeRank, PolicyVersion, RunId
 from libra.pools.member import MemberState
-from libra.pools.pool import RolloutPool
+from libra.pools.pool import COMING, RolloutPool
 from libra.weights import reload as batches
 from libra.weights.judge import STOP_FACTOR, judge_acks
 from libra.weights.reload import Member, ReloadBatch
@@ -115,7 +115,7 @@ class Publication:
     def waiting_for(self) -> tuple[InstanceId, ...]:
         """Engines whose ACK is outstanding, or that have to come back for another try."""
         if self._is_retry_due:
-            coming = self._pool.ids_in(MemberState.STARTING, MemberState.RESTARTING)
+            coming = self._pool.ids_in(*COMING)
             return tuple(sorted(coming))
         return () if self._open is None else tuple(sorted(self._open.batch.in_flight))
 
