@@ -1,10 +1,11 @@
 """Megatron's AdamW, stepped only with finite gradients."""
 
 from math import isfinite
-from typing import Any
+from typing import Any, Final
 
 import torch
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core import optimizer as core_optimizer
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from libra.config.run import RunConfig
@@ -15,6 +16,8 @@ def build_optimizer(model: Any, config: RunConfig) -> Any:
     """AdamW over the parameters of a model with gradient buffers; main weights are float32."""
     training, megatron = config.training, config.megatron
     dtype = torch_dtype(training.train_dtype)
+    is_torch_adam = not _needs_engine_adam(config)
+    _choose_adam(torch_s=is_torch_adam)
     settings = OptimizerConfig(
         optimizer="adam",
         lr=training.learning_rate,
@@ -31,9 +34,48 @@ def build_optimizer(model: Any, config: RunConfig) -> Any:
         optimizer_offload_fraction=megatron.megatron_optimizer_offload_fraction,
     )
     optimizer = get_megatron_optimizer(settings, [model])
-    if next(model.parameters()).is_cuda and not megatron.megatron_optimizer_cpu_offload:
+    is_on_device = next(model.parameters()).is_cuda and not megatron.megatron_optimizer_cpu_offload
+    if is_on_device and is_torch_adam:
         _use_fused_kernels(optimizer)
     return optimizer
+
+
+def has_torch_adam() -> bool:
+    """Whether the optimizers that `build_optimizer` has built here are torch's."""
+    return not distrib_optimizer.USING_TE_OPTIMIZER
+
+
+def _needs_engine_adam(config: RunConfig) -> bool:
+    """Whether states are kept in other precisions, which only Transformer Engine's Adam does."""
+    megatron = config.megatron
+    is_precise = megatron.megatron_use_precision_aware_optimizer
+    return is_precise and not megatron.megatron_optimizer_cpu_offload
+
+
+def _choose_adam(*, torch_s: bool) -> None:
+    """Have Megatron take torch's AdamW, also where it could import Transformer Engine's or apex's.
+
+    They are no faster than torch's fused one, do not run on the CPU, and their checkpoints would be
+    others.
+    """
+    for module, name, found in _FOUND_BY_MEGATRON:
+        setattr(module, name, _OF_TORCH[name] if torch_s else found)
+
+
+_OF_TORCH: Final = {
+    "Adam": torch.optim.AdamW,
+    "USING_PYTORCH_OPTIMIZER": True,
+    "HAVE_APEX_OR_TE": False,
+    "USING_TE_OPTIMIZER": False,
+    "USING_APEX_OPTIMIZER": False,
+}
+_FOUND_BY_MEGATRON: Final = [
+    (module, name, getattr(module, name))
+    for module in (core_optimizer, distrib_optimizer)
+    for name in _OF_TORCH
+    if hasattr(module, name)
+]
+"""What each of Megatron's modules has imported, and has concluded from it."""
 
 
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

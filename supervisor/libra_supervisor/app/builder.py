@@ -233,7 +233,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         async def from_base(_attempt: int) -> None:
             return None
 
-        def make(placement: HybridPlacement, hear: Hear) -> Gang:
+        def make(placement: HybridPlacement, hear: Hear, has_devices: bool) -> Gang:
             own = msgspec.structs.replace(
                 train, dp=len(placement.slots) // grid, slots=placement.slots
             )
@@ -243,7 +243,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             site = msgspec.structs.replace(
                 self.gang_site(own),
                 child_id=ChildId(name),
-                arguments=("--replica", name),
+                arguments=("--replica", name, *(() if has_devices else ("--waits",))),
                 socket_directory=sockets,
                 is_restarted=False,
             )
@@ -255,7 +255,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
                 choose=from_base,
                 post=hear,
                 rng=self.rng,
-                hindrance=None if gate is None else gate.hindrance,
+                hindrance=gate.hindrance if gate is not None and has_devices else None,
             )
 
         return Replicas(make, directory.hybrid, self.inbox.post)

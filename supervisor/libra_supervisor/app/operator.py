@@ -195,7 +195,7 @@ class Operator:
 
     async def _on_engine(self, verb: Verb, target: str) -> VerbReply:
         if target not in self._engine_ids():
-            known = ", ".join(self._engine_ids())
+            known = ", ".join(self._engine_ids()) or "none"
             return VerbReply(ok=False, message=f"no engine {target!r}; there are {known}")
         instance_id = InstanceId(target)
         if self._control.pool[instance_id].state is MemberState.GONE:
@@ -203,6 +203,12 @@ class Operator:
                 ok=False,
                 message=f"{target} was given up and stays down until the run is resumed: "
                 f"{self._control.pool[instance_id].last_error}",
+            )
+        if self._control.pool[instance_id].state is MemberState.ASLEEP:
+            return VerbReply(
+                ok=False,
+                message=f"{target} sleeps while training has its devices; a change of the plan "
+                "(replan) gives them back, or ends it",
             )
         if verb == "restart" and not self._facts.manages_engines:
             return VerbReply(
@@ -333,6 +339,9 @@ def waiting_for(control: Control) -> str:
         parts.append(f"the checkpoint of step {cycle.saving_step} is being written")
     if (change := control.plans.change) is not None and change.current is not None:
         parts.append(f"the plan changes: {in_words(change.current)}")
+    elif control.plans.lent_from is not None:
+        left = control.desk.num_batches(PolicyVersion(control.cycle.step))
+        parts.append(f"nothing serves: {left} batches are left before a server comes back")
     if (progress := control.evaluator.progress) is not None:
         num_ended, total = progress
         parts.append(f"{num_ended} of {total} trajectories are evaluated")

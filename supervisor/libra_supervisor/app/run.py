@@ -56,6 +56,7 @@ from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.execute import Executor, Ports
 from libra_supervisor.loop.run import run_loop, tick
+from libra_supervisor.loop.server_need import lead_steps
 from libra_supervisor.loop.stall import StallMeter, measure_stalls
 from libra_supervisor.notify import Notifier
 from libra_supervisor.process.cgroup import delegated_root
@@ -471,6 +472,7 @@ class Run:
                 instances=lambda: self._scheduler.instances(clock.now()),
                 write=RecordsWriter(launch.directory).write_reconfiguration,
                 post=self.inbox.post,
+                lead_steps=lambda: lead_steps(self._control, now=clock.now()),
                 num_slots=len(launch.devices) if launch.site is None else None,
             ),
             last_decision_id=last_decision_id(launch.directory.reconfigurations),
