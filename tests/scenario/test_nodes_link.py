@@ -23,12 +23,12 @@ from libra_supervisor.nodes.allegiance import Allegiance
 from libra_supervisor.nodes.follower import FollowerEnd
 from libra_supervisor.nodes.leader import LeaderEnd, NodeSaid
 from libra_supervisor.nodes.lease import LeaseTerms
+from libra_supervisor.nodes.member_record import NodeState
 from libra_supervisor.nodes.members import (
     Charter,
     NodeJoined,
     NodeLost,
     NodeRecovered,
-    NodeState,
     NodeSuspected,
 )
 from libra_supervisor.nodes.session import KeepLimits

@@ -7,7 +7,8 @@ from libra.config.nodes import NodesConfig
 from libra.errors import OverloadedError, PeerError, SiteError
 from libra.wire.node import PROTOCOL, Envelope, Hello, Refused
 from libra_supervisor.nodes.lease import Lease, LeaseTerms, Standing
-from libra_supervisor.nodes.members import Admitted, Charter, Members, NodeState
+from libra_supervisor.nodes.member_record import NodeState
+from libra_supervisor.nodes.members import Admitted, Charter, Members
 from libra_supervisor.nodes.session import KeepLimits, Session
 from libra_supervisor.nodes.term import obey_term, read_term, take_term
 
@@ -255,6 +256,20 @@ def test_news_of_a_call_that_raised_come_before_those_of_the_next():
     with pytest.raises(PeerError):
         machine.on_envelope(2, breaks_again, now=2.0)
     assert kinds(machine.on_time(now=2.0 + TERMS.lost_after_s)) == ["NodeSuspected", "NodeLost"]
+
+
+def test_another_machine_is_refused_until_the_first_has_let_go():
+    machine = members()
+    said(machine, hello(), connection=1)
+    other = hello(boot_id="another", host="h2", dial=1)
+    for now in (1.0, 6.0, TERMS.lost_after_s - 0.1):
+        machine.on_time(now=now)
+        answer = said(machine, other, connection=2, now=now)
+        assert answer == Refused(
+            reason="node 1 is h, which may still act; come back later", is_final=False
+        )
+    machine.on_time(now=TERMS.lost_after_s)
+    assert isinstance(said(machine, other, connection=3, now=TERMS.lost_after_s), Admitted)
 
 
 def test_why_a_node_was_suspected_is_forgotten_when_it_speaks_again():
