@@ -12,7 +12,17 @@ from fake_links import FakeNet
 from libra import clock
 from libra.errors import NodeAwayError, PeerError
 from libra.ids import ChildId, Incarnation, NodeRank, RunId
-from libra.wire.node import PROTOCOL, Envelope, Hello, Leave, NodeCommand, RankLinked, ToRank
+from libra.wire.node import (
+    PROTOCOL,
+    Envelope,
+    Hello,
+    Leave,
+    NodeCommand,
+    PortHeld,
+    ProcessEnded,
+    RankLinked,
+    ToRank,
+)
 from libra.wire.rank import Hello as RankHello
 from libra_supervisor.nodes.leader import LeaderEnd
 from libra_supervisor.nodes.lease import LeaseTerms
@@ -95,13 +105,17 @@ def port(node):
     return RemotePort(node, 4711).close
 
 
-def child(node):
-    made = RemoteChild(
+def child_on(node):
+    return RemoteChild(
         node,
         child_id=ChildId("vllm-0"),
         incarnation=Incarnation("vllm-0-1"),
         identity=ProcessIdentity(5, 6, "b"),
     )
+
+
+def child(node):
+    made = child_on(node)
     node.add_child(made)
     return made.reap
 
@@ -137,12 +151,7 @@ async def test_what_concerns_the_session_alone_is_said_while_it_lasts(make, said
 
 async def test_a_hurried_end_there_waits_for_the_loss_and_for_nothing_else():
     async with bed() as it:
-        made = RemoteChild(
-            it.node,
-            child_id=ChildId("vllm-0"),
-            incarnation=Incarnation("vllm-0-1"),
-            identity=ProcessIdentity(5, 6, "b"),
-        )
+        made = child_on(it.node)
         hurry, ended = anyio.Event(), []
 
         async def end():
@@ -177,3 +186,49 @@ async def test_whoever_waits_for_room_hears_of_the_end_of_the_session():
                 tasks.start_soon(stream)
                 await waiting.wait()
                 await it.break_off()
+
+
+async def test_a_new_session_ends_what_was_waited_for_in_the_one_before():
+    async with bed() as it:
+        made = child_on(it.node)
+        it.node.add_child(made)
+        failed = []
+
+        async def ask():
+            with pytest.raises(NodeAwayError, match="its session began anew") as found:
+                await it.node.hold_port("h", 0)
+            failed.append(found.value)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await clock.sleep(0.1)
+            it.node.on_joined(())
+        assert failed
+        assert "its session began anew" in (await made.wait()).why
+
+
+async def test_a_process_that_ends_before_its_start_was_heard_of_has_ended():
+    async with bed() as it:
+        made = child_on(it.node)
+        it.node.on_said(ProcessEnded(made.incarnation, 3, None, is_out_of_memory=False))
+        it.node.add_child(made)
+        with anyio.fail_after(1.0):
+            assert (await made.wait()).exit_code == 3
+
+
+async def test_answers_of_calls_of_another_leader_are_answers_of_none_of_ours():
+    async with bed() as it:
+        held = []
+
+        async def ask():
+            held.append(await it.node.hold_port("h", 0))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await clock.sleep(0.1)
+            for call in (1, (2 << 32) + 1):
+                it.node.on_said(PortHeld(call, 9))
+            await clock.sleep(0.1)
+            assert not held
+            it.node.on_said(PortHeld((1 << 32) + 1, 8))
+        assert held == [8]
