@@ -162,6 +162,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     start_ticks: int
     """Field 22 of /proc/self/stat: with pid and boot id it proves identity."""
 
+    gang: str = "trainer"
+    """Of which ranks it is one: the core's or a hybrid replica's, by name of the child."""
+
 
 class ModelReady(msgspec.Struct, frozen=True, tag=True):
     """The rank has built its model and, on resume, restored the checkpoint of `step`."""

@@ -21,6 +21,7 @@ from libra_supervisor.loop.moment import Moment
 
 DIRECTORY = "/run/hybrid"
 REPLICA_SIZE = 2
+KEY = bytes(32)
 
 
 class Replica:
@@ -45,7 +46,9 @@ class HybridWorld(RandomWorld):
         self.hybrids = HybridDesk(
             HybridTerms(
                 run_id=RunId("run"),
+                key=KEY,
                 directory=DIRECTORY,
+                core=self.train,
                 replica_size=REPLICA_SIZE,
                 replica_data=1,
                 join_timeout_s=1000.0,
@@ -91,6 +94,7 @@ class HybridWorld(RandomWorld):
         match replica.orders[0]:
             case JoinCore() as join:
                 assert join.snapshot in self.snapshots, "it loads what is not there"
+                assert join.key == KEY
                 assert join.lanes == lanes(self.lanes_attempt), "lanes of another core"
                 assert self.lanes_attempt == self.attempt
                 replica.loads, replica.step = join.snapshot, int(join.snapshot[-6:])
@@ -142,7 +146,8 @@ class HybridWorld(RandomWorld):
                 assert name not in self.stopped, "it has been told to leave"
                 if name in self.replicas:
                     self.replicas[name].orders.append(order)
-            case commands.TellRanks(attempt, OpenLanes(replica_size=size)):
+            case commands.TellRanks(attempt, OpenLanes(key=key, replica_size=size)):
+                assert key == KEY
                 assert (attempt, size) == (self.attempt, REPLICA_SIZE)
                 self.lanes_attempt = attempt
                 for lane, address in enumerate(lanes(attempt)):

@@ -30,7 +30,7 @@ from libra_supervisor.app.making import load_exchange, rollout_runner
 from libra_supervisor.app.parts import batch_shape
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import CheckpointChooser
-from libra_supervisor.app.replicas import Hear, Replicas, make_lane_key
+from libra_supervisor.app.replicas import Hear, Replicas, make_replica_folder
 from libra_supervisor.app.routing import EngineRouter
 from libra_supervisor.app.scoring import reward_pool_of
 from libra_supervisor.app.spread_rollouts import SpreadRollouts
@@ -212,30 +212,40 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         cluster, train = self.cluster, launch.plan.train
         gang = Gang(
             self.gang_site(train),
-            spawner=self.spawner if cluster is None else cluster.gang_spawner(self.spawner),
+            spawner=self._gang_spawner(),
             config=launch.config.supervision,
             choose=CheckpointChooser(launch.directory, self.inbox),
             post=self.inbox.post,
             rng=self.rng,
-            hindrance=self._gang_hindrance(train),
+            hindrance=self._gang_hindrance(train, TRAINER_ID),
         )
         if cluster is not None:
-            cluster.take_in_ranks_for(gang)
+            cluster.take_in_ranks_for(gang, TRAINER_ID)
         return gang
+
+    def _gang_spawner(self) -> Spawner:
+        cluster = self.cluster
+        return self.spawner if cluster is None else cluster.gang_spawner(self.spawner)
 
     def replicas(self) -> Replicas:
         """Gangs for hybrid replicas, in the core's layout but for data parallelism."""
         directory = self.launch.directory
-        make_lane_key(directory)
-        train = self.launch.plan.train
-        grid = train.tp * train.pp * train.cp
+        make_replica_folder(directory)
 
         async def from_base(_attempt: int) -> None:
             return None
 
         def make(placement: HybridPlacement, hear: Hear) -> Gang:
-            own = msgspec.structs.replace(
-                train, dp=len(placement.slots) // grid, slots=placement.slots
+            # Its ranks read the layout from the configuration: here only their number counts.
+            own = TrainPlacement(
+                tp=1,
+                pp=1,
+                cp=1,
+                ep=1,
+                dp=len(placement.slots),
+                slots=placement.slots,
+                node=placement.node,
+                nodes=placement.nodes,
             )
             name = placement.replica_id
             sockets = directory.hybrid / name
@@ -247,32 +257,34 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
                 socket_directory=sockets,
                 is_restarted=False,
             )
-            gate = self._gate(ChildId(name), placement.slots, needed_fraction=None)
-            return Gang(
+            gang = Gang(
                 site,
-                spawner=self.spawner,
+                spawner=self._gang_spawner(),
                 config=self.launch.config.supervision,
                 choose=from_base,
                 post=hear,
                 rng=self.rng,
-                hindrance=None if gate is None else gate.hindrance,
+                hindrance=self._gang_hindrance(own, site.child_id),
             )
+            if self.cluster is not None:
+                self.cluster.take_in_ranks_for(gang, site.child_id)
+            return gang
 
         return Replicas(make, directory.hybrid, self.inbox.post)
 
     def reshape(self, gang: Gang, placement: TrainPlacement) -> None:
-        gang.reshape(self.gang_site(placement), self._gang_hindrance(placement))
+        gang.reshape(self.gang_site(placement), self._gang_hindrance(placement, TRAINER_ID))
 
-    def _gang_hindrance(self, placement: TrainPlacement) -> Hindrance | None:
+    def _gang_hindrance(self, placement: TrainPlacement, child_id: ChildId) -> Hindrance | None:
         """On the devices of all nodes that the ranks lie on, and of those nodes themselves."""
         cluster = self.cluster
         slots_of: dict[NodeRank, list[int]] = {}
         for rank, slot in enumerate(placement.slots):
             slots_of.setdefault(placement.node_of_rank(rank), []).append(slot)
         gates = [
-            self._node_gate(TRAINER_ID, node, slots, needed_fraction=None)
+            self._node_gate(child_id, node, slots, needed_fraction=None)
             if node
-            else self._gate(TRAINER_ID, slots, needed_fraction=None)
+            else self._gate(child_id, slots, needed_fraction=None)
             for node, slots in slots_of.items()
         ]
         there = [it for it in gates if it is not None]

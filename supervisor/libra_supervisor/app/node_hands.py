@@ -32,6 +32,7 @@ from libra_supervisor.ranks.link import RankLink
 CONTROL_VARIABLE: Final = "LIBRA_CONTROL"
 DEVICES_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 ATTEMPT_VARIABLE: Final = "LIBRA_ATTEMPT"
+GANG_VARIABLE: Final = "LIBRA_GANG"
 _KILL_WAIT_S: Final = 5.0
 
 _log = get_log()
@@ -62,10 +63,13 @@ class Making(Protocol):
 class HeldChild:
     """A process here, until the leader forgets it."""
 
-    def __init__(self, child: RunningChild, *, is_bound: bool, attempt: str) -> None:
+    def __init__(
+        self, child: RunningChild, *, is_bound: bool, gang: str = "", attempt: str = ""
+    ) -> None:
+        """`gang` and `attempt` are those whose ranks it starts, if any."""
         self.child = child
         self.is_bound = is_bound
-        self.attempt = attempt
+        self.gang, self.attempt = gang, attempt
         self.hurry = anyio.Event()
         self.has_ended = False
 
@@ -219,7 +223,10 @@ class NodeHands:
             self._say(wire.Failed(command.call, str(error)))
             return
         held = HeldChild(
-            child, is_bound=command.is_bound, attempt=command.env.get(ATTEMPT_VARIABLE, "")
+            child,
+            is_bound=command.is_bound,
+            gang=command.env.get(GANG_VARIABLE, ""),
+            attempt=command.env.get(ATTEMPT_VARIABLE, ""),
         )
         self._held[command.incarnation] = held
         if session != self._session:
@@ -339,7 +346,7 @@ class NodeHands:
 
     async def welcome(self, hello: RankHello, link: RankLink) -> None:
         """Serve one rank until its end. Raises PeerError to turn it away."""
-        agent = self._agent_of(hello.attempt)
+        agent = self._agent_of(hello)
         if link.peer is not None:
             # Ranks make their own sessions; with its identity the tree ends it for sure.
             agent.child.tree.add_root(link.peer)
@@ -361,11 +368,12 @@ class NodeHands:
             del self._links[number], self._pieces[number]
             self._say(wire.RankUnlinked(number, error))
 
-    def _agent_of(self, attempt: int) -> HeldChild:
+    def _agent_of(self, hello: RankHello) -> HeldChild:
+        wanted = (hello.gang, str(hello.attempt))
         for held in self._held.values():
-            if held.is_bound and held.attempt == str(attempt):
+            if held.is_bound and (held.gang, held.attempt) == wanted:
                 return held
-        raise PeerError(f"attempt {attempt} does not run here")
+        raise PeerError(f"attempt {hello.attempt} of {hello.gang} does not run here")
 
     async def _attach_output(self, agent: HeldChild, rank: int, link: RankLink) -> None:
         while (fds := link.take_output()) is None:

@@ -3,6 +3,7 @@
 from libra import clock
 from libra.config.planning import PlannerConfig
 from libra.config.run import RunConfig
+from libra.hybrid.proof import new_key
 from libra.ids import NodeRank, RunId
 from libra.models.architecture import architecture_of
 from libra.models.kv_capacity import kv_capacity_tokens
@@ -92,7 +93,10 @@ def hybrid_desk_of(launch: Launch, run_id: RunId) -> HybridDesk | None:
     return HybridDesk(
         HybridTerms(
             run_id=run_id,
+            key=new_key(),
             directory=str(launch.directory.hybrid),
+            core=train,
+            hosts=() if launch.site is None else launch.site.hosts,
             replica_size=size,
             replica_data=size // grid,
             join_timeout_s=planner.runtime_reconfigure_timeout_s,
