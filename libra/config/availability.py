@@ -29,11 +29,10 @@ def check_stack(config: RunConfig, *, has_transformer_engine: bool) -> tuple[Pro
         ),
         "megatron_use_precision_aware_optimizer": (
             megatron.megatron_use_precision_aware_optimizer
-            and not has_transformer_engine
-            and (on_cpu or not offloads),
+            and (on_cpu or not (offloads or has_transformer_engine)),
             (
-                "it needs Transformer Engine, which is not installed, or on CUDA "
-                "megatron_optimizer_cpu_offload"
+                "it needs CUDA and megatron_optimizer_cpu_offload, or Transformer Engine, which is "
+                "not installed"
             ),
         ),
     }

@@ -48,7 +48,7 @@ FREE: Final[frozenset[str]] = frozenset(
         "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "max_skipped_steps",
         "train_gpus", "train_tp_size", "train_pp_size", "train_cp_size",
         "megatron_use_cpu_initialization", "megatron_sequence_parallel",
-        "megatron_recompute_granularity",
+        "megatron_recompute_granularity", "fsdp_gradient_checkpointing",
         "max_flat_drops",
         "advantage", "advantage_eps", "policy_loss", "clip_ratio_low", "clip_ratio_high",
         "clip_ratio_dual", "loss_agg_mode", "importance_correction", "importance_cap",

@@ -19,6 +19,10 @@ class TrainingConfig(Config, frozen=True, kw_only=True):
     train_backend: Literal["megatron_core", "fsdp"] = "megatron_core"
     """Training backend; defaults to megatron_core."""
 
+    fsdp_gradient_checkpointing: bool = False
+    """Compute each layer's activations again in the backward pass instead of keeping them; for
+    train_backend fsdp what megatron_recompute_granularity: full is for megatron_core."""
+
     train_gpus: PositiveCount = 1
     """GPUs assigned to the core training pool (on CPU: ranks). The data-parallel size is
     train_gpus / (train_tp_size x train_pp_size x train_cp_size)."""

@@ -1,6 +1,8 @@
 """What the installed stack cannot do is refused here, by option name and with the reason."""
 
+import importlib
 import importlib.util
+from functools import cache
 
 from libra.config.run import RunConfig
 from libra.errors import ConfigError
@@ -21,15 +23,40 @@ def refuse_unsupported(
         raise ConfigError("the trainer cannot run this configuration: " + "; ".join(problems))
 
 
-def fallbacks(config: RunConfig, architecture: Architecture) -> list[str]:
+def fallbacks(config: RunConfig, architecture: Architecture, *, is_cuda: bool) -> list[str]:
     """Say which options that hold only when available do not hold here, and what is done."""
-    if config.megatron.megatron_grouped_gemm and architecture.experts is not None:
-        return ["megatron_grouped_gemm needs Transformer Engine; experts are computed one by one"]
-    return []
+    notices = []
+    if (error := transformer_engine_error()) and importlib.util.find_spec("transformer_engine"):
+        notices.append(f"Transformer Engine is installed, cannot be imported and is left: {error}")
+    if (
+        config.megatron.megatron_grouped_gemm
+        and architecture.experts is not None
+        and not uses_transformer_engine(config, is_cuda=is_cuda)
+    ):
+        notices.append(
+            "megatron_grouped_gemm needs Transformer Engine, CUDA and train_dtype bfloat16; "
+            "experts are computed one by one"
+        )
+    return notices
 
 
-def has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
+def uses_transformer_engine(config: RunConfig, *, is_cuda: bool) -> bool:
+    """Whether the model's layers are Transformer Engine's.
+
+    In bfloat16 only: its products of float32 matrices are rounded to TF32.
+    """
+    is_wanted = is_cuda and config.training.train_dtype == "bfloat16"
+    return is_wanted and transformer_engine_error() is None
+
+
+@cache
+def transformer_engine_error() -> str | None:
+    """Why Transformer Engine is of no use here; None when it is there."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError) as error:
+        return str(error)
+    return None
 
 
 def _option_problems(config: RunConfig, *, is_cuda: bool) -> list[str]:
@@ -43,11 +70,11 @@ def _option_problems(config: RunConfig, *, is_cuda: bool) -> list[str]:
             megatron.megatron_use_precision_aware_optimizer
             and not megatron.megatron_use_distributed_optimizer
         ),
-        "megatron_use_precision_aware_optimizer needs Transformer Engine, which is not installed, "
-        "or megatron_optimizer_cpu_offload": (
+        "megatron_use_precision_aware_optimizer needs CUDA and Transformer Engine, or "
+        "megatron_optimizer_cpu_offload": (
             megatron.megatron_use_precision_aware_optimizer
             and not offloads
-            and not has_transformer_engine()
+            and not (is_cuda and transformer_engine_error() is None)
         ),
     }
     return [message for message, applies in checks.items() if applies]

@@ -2,9 +2,10 @@
 
 Megatron-Core has no CPU path of its own: it names the device "cuda" in literals, asks
 `torch.cuda` for streams and the current device, and imports triton. `enable` stands in for
-exactly those, so that its classes (model, schedules, optimizers, checkpoints) run unchanged on
-gloo. It must be called before anything of Megatron is imported, in the thread that will run it:
-a torch function mode belongs to one thread. Fitted to megatron-core 0.19.2.
+exactly those, and hides Transformer Engine, so that its classes (model, schedules, optimizers,
+checkpoints) run unchanged on gloo. It must be called before anything of Megatron is imported, in
+the thread that will run it: a torch function mode belongs to one thread. Fitted to
+megatron-core 0.19.2.
 """
 
 import contextlib
@@ -28,6 +29,8 @@ def enable() -> None:
         return
     # megatron.core.jit.jit_fuser is torch.compile, which costs a C++ compiler run per function.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # noqa: TID251 - read by torch, not by us
+    # Its kernels need CUDA, and wherever it can be imported Megatron takes them.
+    sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
     _stand_in_for_triton()
     _stand_in_for_cuda()
     _CudaLiteralsToCpu().__enter__()  # type: ignore[no-untyped-call]

@@ -1,6 +1,5 @@
 """Weights from Hugging Face safetensors into this rank's model, and back, one tensor at a time."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +22,7 @@ from libra.trainer.tensor_map import (
     layer_rules,
     mend,
     model_rules,
+    name_in_rules,
     output_rule,
     separate,
 )
@@ -63,7 +63,11 @@ def local_parameters(
     gpt = bare(model)
     rules = _rules_here(gpt, architecture, world)
     first_expert = _experts_here(architecture, world).start
-    parameters = {_global_name(name, gpt, first_expert): p for name, p in gpt.named_parameters()}
+    layers = [layer.layer_number - 1 for layer in gpt.decoder.layers]
+    parameters = {
+        name_in_rules(name, layers=layers, first_expert=first_expert): parameter
+        for name, parameter in gpt.named_parameters()
+    }
     if difference := parameters.keys() ^ {rule.parameter for rule in rules}:
         raise InvariantError(f"no rule, or no parameter, for {_some(difference)}")
     return [(rule, parameters[rule.parameter]) for rule in rules]
@@ -89,17 +93,6 @@ def _experts_here(architecture: Architecture, world: World) -> range:
         return range(0)
     count = architecture.experts.num_experts // world.sizes.expert
     return range(world.at.expert * count, (world.at.expert + 1) * count)
-
-
-def _global_name(name: str, gpt: Any, first_expert: int) -> str:
-    """Number a parameter's layer and expert as in the whole model."""
-
-    def renumbered(match: re.Match[str]) -> str:
-        if match["kind"] == "local_experts":
-            return f"local_experts.{int(match['index']) + first_expert}."
-        return f"decoder.layers.{gpt.decoder.layers[int(match['index'])].layer_number - 1}."
-
-    return re.sub(r"(?P<kind>decoder\.layers|local_experts)\.(?P<index>\d+)\.", renumbered, name)
 
 
 def _checked_files(architecture: Architecture, directory: Path) -> dict[str, str]:

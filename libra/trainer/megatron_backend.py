@@ -46,7 +46,7 @@ class MegatronBackend:
         model_path = Path(config.model.model_path)
         architecture = read_architecture(model_path)
         refuse_unsupported(config, architecture, world.sizes, is_cuda=world.device.type == "cuda")
-        for notice in fallbacks(config, architecture):
+        for notice in fallbacks(config, architecture, is_cuda=world.device.type == "cuda"):
             logging.getLogger(__name__).warning(notice)
         self.architecture = architecture
         self.seed(config.control.seed, 0)

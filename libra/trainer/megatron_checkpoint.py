@@ -6,7 +6,7 @@ what; `StagedState` writes it, in any thread, while the model trains on.
 
 import queue
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core import dist_checkpointing
@@ -16,9 +16,11 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from libra.errors import InvariantError
 from libra.storage.arrival import check_written, until_visible
 from libra.trainer import optimizer_gather
-from libra.trainer.optimizer import torch_optimizers
+from libra.trainer.model import bare
+from libra.trainer.optimizer import has_torch_adam, torch_optimizers
 
 # The only form that other layouts can load. It is safe because the model has one gradient bucket:
 # with several, padded bucket ends silently corrupt it (megatron-core 0.19.2).
@@ -28,6 +30,9 @@ OPTIMIZER_METADATA = {
     "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
 }
+
+
+EXTRA: Final = "_extra_state"
 
 
 class StagedState:
@@ -99,22 +104,35 @@ def restore(
     model: Any, optimizer: Any, directory: Path, *, has_distributed_optimizer: bool
 ) -> None:
     """Load what `stage` took, on this layout; every rank takes part."""
-    if has_distributed_optimizer:
+    if has_distributed_optimizer and has_torch_adam():
         _prime_adam(optimizer)
         _repair_distributed_load()
     state = dist_checkpointing.load(
         _sharded_state(model, optimizer, is_loading=True), str(directory)
     )
-    model.module.load_state_dict(state["model"])
+    _load_model(model, state["model"])
     optimizer.load_state_dict(state["optimizer"])
     _unshare_steps(optimizer)
 
 
 def restore_weights(model: Any, directory: Path) -> None:
     """Load the model alone, whatever optimizer it was saved with."""
-    wanted = {"model": model.module.sharded_state_dict()}
+    wanted = {"model": _model_state(model)}
     state = dist_checkpointing.load(wanted, str(directory))
-    model.module.load_state_dict(state["model"])
+    _load_model(model, state["model"])
+
+
+def _model_state(model: Any) -> dict[str, Any]:
+    """Without what Transformer Engine keeps for 8-bit types, so that other layers can read it."""
+    state = model.module.sharded_state_dict()
+    return {name: part for name, part in state.items() if EXTRA not in name}
+
+
+def _load_model(model: Any, state: dict[str, Any]) -> None:
+    result = bare(model).load_state_dict(state, strict=False)
+    names = [*result.missing_keys, *result.unexpected_keys]
+    if others := [name for name in names if EXTRA not in name]:
+        raise InvariantError(f"the checkpoint and the model differ in {', '.join(others)}")
 
 
 class _Staging(TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -145,7 +163,7 @@ def _in_host_memory(bucket: Any, *, copy: bool) -> Any:
 
 
 def _sharded_state(model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    model_state = model.module.sharded_state_dict()
+    model_state = _model_state(model)
     optimizer_state = optimizer.sharded_state_dict(
         {"model": model_state}, is_loading=is_loading, metadata=OPTIMIZER_METADATA
     )

@@ -1,4 +1,4 @@
-"""Megatron's model for an architecture, on Megatron's local layer spec with our own layers."""
+"""Megatron's model for an architecture, of Transformer Engine's layers or Megatron's and ours."""
 
 import logging
 from math import sqrt
@@ -11,15 +11,20 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
 from libra.config.run import RunConfig
 from libra.trainer.architecture import Architecture
+from libra.trainer.capabilities import uses_transformer_engine
 from libra.trainer.layers import RmsNorm, Rotary, SdpaAttention
 from libra.trainer.rope import inverse_frequencies
 from libra.trainer.tensor_map import padded_vocab_size
@@ -49,7 +54,9 @@ def seed_everything(seed: int, step: int) -> None:
 def transformer_config(
     config: RunConfig, architecture: Architecture, world: World
 ) -> TransformerConfig:
-    """Megatron's settings; everything that needs Transformer Engine or apex is off."""
+    """Megatron's settings; everything that needs apex is off."""
+    has_engine = uses_transformer_engine(config, is_cuda=world.device.type == "cuda")
+    wants_grouped_gemm = config.megatron.megatron_grouped_gemm
     dtype = torch_dtype(config.training.train_dtype)
     sizes = world.sizes
     recompute: dict[str, Any] = {}
@@ -102,7 +109,7 @@ def transformer_config(
         cross_entropy_loss_fusion=False,
         batch_p2p_comm=False,
         **recompute,
-        **_expert_settings(architecture),
+        **_expert_settings(architecture, has_grouped_gemm=has_engine and wants_grouped_gemm),
     )
 
 
@@ -113,7 +120,7 @@ def _softmax_scale(architecture: Architecture) -> float | None:
     return None if factor == 1.0 else factor**2 / sqrt(architecture.head_dim)
 
 
-def _expert_settings(architecture: Architecture) -> dict[str, Any]:
+def _expert_settings(architecture: Architecture, *, has_grouped_gemm: bool) -> dict[str, Any]:
     if architecture.experts is None:
         return {}
     return {
@@ -127,23 +134,16 @@ def _expert_settings(architecture: Architecture) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_permute_fusion": False,
+        "moe_grouped_gemm": has_grouped_gemm,
     }
 
 
 def build_model(config: RunConfig, architecture: Architecture, world: World) -> Any:
     """Build this rank's part of the model in `train_dtype` on its device, weights not set."""
     settings = transformer_config(config, architecture, world)
-    layer = get_gpt_layer_local_spec(
-        num_experts=settings.num_moe_experts,
-        qk_layernorm=architecture.has_qk_norm,
-        normalization="RMSNorm",
-    )
-    layer.submodules.input_layernorm = RmsNorm
-    layer.submodules.pre_mlp_layernorm = RmsNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = SdpaAttention
-    if architecture.has_qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    layer = _local_layer(settings)
+    if uses_transformer_engine(config, is_cuda=world.device.type == "cuda"):
+        layer = _engine_layer(settings)
     layers_here = architecture.num_layers // world.sizes.pipeline
     model = GPTModel(
         config=settings,
@@ -162,6 +162,39 @@ def build_model(config: RunConfig, architecture: Architecture, world: World) -> 
     if settings.bf16:
         model = Float16Module(settings, model)
     return model
+
+
+def _local_layer(settings: TransformerConfig) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=settings.num_moe_experts,
+        qk_layernorm=settings.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    layer.submodules.input_layernorm = RmsNorm
+    layer.submodules.pre_mlp_layernorm = RmsNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = SdpaAttention
+    if settings.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    return layer
+
+
+def _engine_layer(settings: TransformerConfig) -> ModuleSpec:
+    """Transformer Engine's linear layers, with the norms before them inside, and its experts.
+
+    Attention stays torch's, which knows packed sequences and shares them over context parallelism.
+    """
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=settings.num_moe_experts,
+        moe_grouped_gemm=settings.moe_grouped_gemm,
+        qk_layernorm=settings.qk_layernorm,
+    )
+    layer.submodules.self_attention.submodules.core_attention = SdpaAttention
+    # Checkpoints name norms alike, whichever layers wrote them.
+    layer.submodules.sharded_state_dict_keys_map = _local_layer(
+        settings
+    ).submodules.sharded_state_dict_keys_map
+    return layer
 
 
 def bare(model: Any) -> Any:

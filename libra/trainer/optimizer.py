@@ -4,7 +4,8 @@ from math import isfinite
 from typing import Any
 
 import torch
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core import optimizer as core_optimizer
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from libra.config.run import RunConfig
@@ -15,6 +16,9 @@ def build_optimizer(model: Any, config: RunConfig) -> Any:
     """AdamW over the parameters of a model with gradient buffers; main weights are float32."""
     training, megatron = config.training, config.megatron
     dtype = torch_dtype(training.train_dtype)
+    is_torch_adam = not _needs_engine_adam(config)
+    if is_torch_adam:
+        _take_torch_adam()
     settings = OptimizerConfig(
         optimizer="adam",
         lr=training.learning_rate,
@@ -31,9 +35,35 @@ def build_optimizer(model: Any, config: RunConfig) -> Any:
         optimizer_offload_fraction=megatron.megatron_optimizer_offload_fraction,
     )
     optimizer = get_megatron_optimizer(settings, [model])
-    if next(model.parameters()).is_cuda and not megatron.megatron_optimizer_cpu_offload:
+    is_on_device = next(model.parameters()).is_cuda and not megatron.megatron_optimizer_cpu_offload
+    if is_on_device and is_torch_adam:
         _use_fused_kernels(optimizer)
     return optimizer
+
+
+def has_torch_adam() -> bool:
+    """Whether the optimizers that `build_optimizer` has built here are torch's."""
+    return not distrib_optimizer.USING_TE_OPTIMIZER
+
+
+def _needs_engine_adam(config: RunConfig) -> bool:
+    """Whether states are kept in other precisions, which only Transformer Engine's Adam does."""
+    megatron = config.megatron
+    is_precise = megatron.megatron_use_precision_aware_optimizer
+    return is_precise and not megatron.megatron_optimizer_cpu_offload
+
+
+def _take_torch_adam() -> None:
+    """Have Megatron take torch's AdamW, also where it could import Transformer Engine's or apex's.
+
+    They are no faster than torch's fused one, do not run on the CPU, and their checkpoints would be
+    others.
+    """
+    core_optimizer.Adam = torch.optim.AdamW
+    core_optimizer.USING_PYTORCH_OPTIMIZER = True
+    distrib_optimizer.Adam = torch.optim.Adam
+    distrib_optimizer.HAVE_APEX_OR_TE = False
+    distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
 
 
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

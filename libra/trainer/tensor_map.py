@@ -4,6 +4,7 @@ A rule joins whole tensors of the checkpoint into one whole Megatron parameter, 
 over tensor parallelism; the inverse goes back, name for name.
 """
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from math import lcm
@@ -22,6 +23,15 @@ another tensor-parallel size."""
 Kind = Literal["replicated", "rows", "columns", "qkv", "gate_up", "vocabulary"]
 """How a whole parameter is cut: not at all; along dimension 0; along dimension 1; along 0 with
 query, key and value interleaved by group; along 0 in two halves; along 0 after padding."""
+
+
+_ENGINE_NAMES = {
+    r"self_attention\.linear_qkv\.layer_norm_weight$": "input_layernorm.weight",
+    r"mlp\.linear_fc1\.layer_norm_weight$": "pre_mlp_layernorm.weight",
+    r"experts\.(linear_fc[12])\.weight(\d+)$": r"experts.local_experts.\2.\1.weight",
+}
+"""What Transformer Engine's layers call their parameters: norms belong to the layer behind them,
+experts lie in one module."""
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -155,6 +165,24 @@ def model_rules(architecture: Architecture) -> list[Rule]:
     if not architecture.has_tied_embeddings:
         rules.append(output_rule(architecture))
     return rules
+
+
+def name_in_rules(name: str, *, layers: Sequence[int], first_expert: int) -> str:
+    """Name one of a rank's parameters as its `Rule` does.
+
+    `layers`: the index in the whole model of each layer on this rank; `first_expert`: that of this
+    rank's first expert. Whether the layers are Megatron's or Transformer Engine's makes no
+    difference.
+    """
+    for pattern, ours in _ENGINE_NAMES.items():
+        name = re.sub(pattern, ours, name)
+
+    def renumbered(match: re.Match[str]) -> str:
+        if match["kind"] == "local_experts":
+            return f"local_experts.{int(match['index']) + first_expert}."
+        return f"decoder.layers.{layers[int(match['index'])]}."
+
+    return re.sub(r"(?P<kind>decoder\.layers|local_experts)\.(?P<index>\d+)\.", renumbered, name)
 
 
 def join(

@@ -16,10 +16,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from engine_layers import without_engine
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
@@ -43,6 +46,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, nargs=2, default=(200, 600))
     parser.add_argument("--micro", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--layouts", nargs="+", default=["packed"])
+    parser.add_argument(
+        "--layers",
+        nargs="+",
+        default=["usual"],
+        choices=("usual", "own"),
+        help="usual: Transformer Engine's where it is installed; own: without it",
+    )
     parser.add_argument("--logit-rows", type=int, default=8)
     parser.add_argument("--mini-batches", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
@@ -106,13 +116,13 @@ def run(model_path: Path, options: argparse.Namespace) -> None:
     with joined_world(run_config(model_path, **base)) as world:
         torch.set_num_threads(options.threads)
         steps = [batches(step, options, world) for step in range(1, WARM_UP + MEASURED + 2)]
-        for layout in options.layouts:
-            for micro in options.micro:
-                config = run_config(model_path, **base | {"micro_batch_size": micro})
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
+        for made_of, layout, micro in product(options.layers, options.layouts, options.micro):
+            config = run_config(model_path, **base | {"micro_batch_size": micro})
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            with without_engine() if made_of == "own" else nullcontext():
                 result = measure(config, world, layout, steps, options)
-                report(world, {"variant": f"{layout} micro {micro}", **result})
+            report(world, {"variant": f"{made_of} layers, {layout} micro {micro}", **result})
         if options.bare:
             for micro in options.micro:
                 config = run_config(model_path, **base | {"micro_batch_size": micro})

@@ -130,6 +130,7 @@ def test_what_the_installed_packages_cannot_do_is_said_as_such():
     assert refused(offload, "cuda") == []
     assert refused(precise, "cuda") == ["megatron_use_precision_aware_optimizer"]
     assert refused(precise, "cuda", engine=True) == []
+    assert refused(precise, "cpu", engine=True) == ["megatron_use_precision_aware_optimizer"]
     assert refused(f"{precise}\n{offload}", "cuda") == []
     assert len(refused(f"{precise}\n{offload}", "cpu")) == 2
 

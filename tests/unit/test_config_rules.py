@@ -477,6 +477,7 @@ def test_the_cluster_holds_what_is_used():
         ("train_backend: fsdp\nmegatron_use_distributed_optimizer: true",
          "megatron_use_distributed_optimizer"),
         ("train_backend: fsdp\ntrain_gpus: 2\ntrain_pp_size: 2", "train_pp_size"),
+        ("fsdp_gradient_checkpointing: true", "fsdp_gradient_checkpointing"),
         ("train_backend: fsdp\nglobal_resource_planner: {initial_allocation_strategy: grp}",
          "global_resource_planner.initial_allocation_strategy"),
         ("heterogeneous_rollout: {scheduling: {load_balance_weights: {tp1: 2}}}",

@@ -47,6 +47,7 @@ _MEGATRON: Final = tuple(path for path in all_options() if path.startswith("mega
 
 CHOICES: Final = (
     Dependence(_MEGATRON, "train_backend", _is("megatron_core"), "megatron_core"),
+    Dependence(("fsdp_gradient_checkpointing",), "train_backend", _is("fsdp"), "fsdp"),
     Dependence(
         ("train_tp_size", "train_pp_size", "train_cp_size", "train_ep_size"),
         "train_backend",

@@ -15,7 +15,12 @@ from libra.storage.digest import hash_bytes, hash_of_weights
 from libra.trainer.backend import Beat, HfTensor, Loss, Scorer
 from libra.trainer.batch import Arrangement, MicroBatch
 from libra.trainer.fsdp import checkpoint
-from libra.trainer.fsdp.model import ScoringModel, load_language_model, shard
+from libra.trainer.fsdp.model import (
+    ScoringModel,
+    checkpoint_layers,
+    load_language_model,
+    shard,
+)
 from libra.trainer.fsdp.optimizer import build_optimizer, step_if_finite
 from libra.trainer.fsdp.weights import export_plan, local, whole_tensors
 from libra.trainer.head import Head, Sampling, ScoreRequest, chunk_tokens
@@ -92,6 +97,8 @@ class FsdpBackend:
             logit_rows=config.training.recompute_micro_batch_size,
         )
         beat("build")
+        if config.training.fsdp_gradient_checkpointing:
+            checkpoint_layers(language_model)
         self._scorer = scorer(shard(language_model, mesh, dtype=dtype))
         self.model = self._scorer.model
         if whole := [n for n, p in self.model.named_parameters() if not isinstance(p, DTensor)]:

@@ -1,5 +1,6 @@
 """A transformers model that answers with scores of chosen tokens, and how it is sharded."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -7,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from libra.errors import ConfigError, DataError
@@ -78,6 +80,27 @@ def _refuse_other_heads(model: Any, model_path: Path) -> None:
         )
 
 
+def checkpoint_layers(language_model: Any) -> None:
+    """Have each layer keep its input only and run again in the backward pass.
+
+    To be called before `shard`, so that the second run finds the layer's weights gathered.
+    transformers' own switch would need the model in training mode, and so its dropout. Raises
+    ConfigError where the model does not say what its layers are.
+    """
+    if not (layers := _layers(language_model)):
+        raise ConfigError(
+            f"{type(language_model).__name__} does not name its layers (_no_split_modules); set "
+            "fsdp_gradient_checkpointing: false"
+        )
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _layers(language_model: Any) -> list[Any]:
+    names = set(language_model._no_split_modules or ())  # noqa: SLF001 - its only name
+    return [module for module in language_model.modules() if type(module).__name__ in names]
+
+
 def shard(
     language_model: Any, mesh: DeviceMesh, *, dtype: Literal["float32", "bfloat16"]
 ) -> ScoringModel:
@@ -92,10 +115,8 @@ def shard(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     whole = ScoringModel(language_model)
-    layer_names = set(language_model._no_split_modules or ())  # noqa: SLF001 - its only name
-    for module in whole.modules():
-        if type(module).__name__ in layer_names:
-            fully_shard(module, **options)
+    for layer in _layers(language_model):
+        fully_shard(layer, **options)
     # Also the root lets go after each forward: else weights gathered for a pass without backward
     # would still be there, and stale, after the next optimizer step.
     fully_shard(whole, reshard_after_forward=True, **options)

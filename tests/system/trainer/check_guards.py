@@ -97,7 +97,7 @@ def check_options(model_path, world) -> None:
 
     for options, message in (
         ({"megatron_optimizer_cpu_offload": True}, "needs CUDA"),
-        ({"megatron_use_precision_aware_optimizer": True}, "needs Transformer Engine"),
+        ({"megatron_use_precision_aware_optimizer": True}, "needs CUDA and Transformer Engine"),
         ({"lr_schedule": "cosine"}, "lr_decay_steps"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -41,7 +41,11 @@ SPLITS = {
     "whole": {},
     "ones": {"micro_batch_size": 1, "recompute_micro_batch_size": 1},
     "fours": {"micro_batch_size": 4, "recompute_micro_batch_size": 3},
-    "recomputed_activations": {"micro_batch_size": 4, "megatron_recompute_granularity": "full"},
+    "recomputed_activations": {"micro_batch_size": 4},
+}
+RECOMPUTE = {
+    "megatron_core": {"megatron_recompute_granularity": "full"},
+    "fsdp": {"fsdp_gradient_checkpointing": True},
 }
 
 
@@ -54,8 +58,8 @@ def learn_all(
         objective = OBJECTIVES[name]
         splits = SPLITS if name in {"plain", "gspo"} else {"whole": {}}
         for split, options in splits.items():
-            if sizes["train_backend"] != "megatron_core" and "activations" in split:
-                continue
+            if split == "recomputed_activations":
+                options = options | RECOMPUTE[sizes["train_backend"]]  # noqa: PLW2901
             config = run_config(model, **BASE | sizes | objective | options)
             results[f"{name}/{split}"] = learn(config, world, layout=layout)
     single = run_config(model, **BASE | sizes | {"mini_batch_size": 0})
