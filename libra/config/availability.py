@@ -79,14 +79,10 @@ def _check_nodes(config: RunConfig, environment: Environment) -> Iterator[Proble
         )
     if num_nodes == 1:
         return
-    planner = "global_resource_planner"
-    for path, is_set in (
-        (
-            f"{planner}.runtime_dynamic_reconfiguration_enabled",
-            config.global_resource_planner.runtime_dynamic_reconfiguration_enabled,
-        ),
-        ("heterogeneous_rollout.endpoints", bool(config.heterogeneous_rollout.endpoints)),
-    ):
-        if is_set:
-            what = "is not available yet on several nodes"
-            yield Problem(path=path, what=what, hint="leave it at its default", related=("nodes",))
+    if config.heterogeneous_rollout.endpoints:
+        yield Problem(
+            path="heterogeneous_rollout.endpoints",
+            what="is not available yet on several nodes",
+            hint="leave it at its default",
+            related=("nodes",),
+        )

@@ -6,12 +6,12 @@ possible stay untouched. What is new gets an id that the run has never used.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import msgspec
 
 from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
-from libra.planner.plan import HybridPlacement, InstancePlacement, Plan
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, Slot
 
 
 def matched(
@@ -19,20 +19,21 @@ def matched(
     new: Plan,
     *,
     next_number: int,
-    spare: Iterable[SlotId] = (),
+    spare: Iterable[Slot] = (),
     keeps_instances: bool = True,
 ) -> Plan:
     """`new` with the ids and slots of `old` wherever both have the same.
 
     Ids of what is new count up from `next_number`. `spare` are further slots, free now, that new
     instances may use. Without `keeps_instances` every instance is a new one, on the slots of one
-    that goes where the degrees allow it. Plans over several nodes keep the slots of `new`; there
-    only what lies on the same slots is the same.
+    that goes where the degrees allow it. Plans over several nodes keep the slots of `new`, but for
+    new instances that find spare ones; there only what lies on the same slots is the same.
     """
-    names = _Names(next_number)
+    names, more = _Names(next_number), tuple(spare)
     if _nodes_of(old) | _nodes_of(new) == {NodeRank(0)}:
-        return _moved(old, new, names, tuple(spare), keeps_instances=keeps_instances)
-    return _renamed(old, new, names, keeps_instances=keeps_instances)
+        here = tuple(slot for node, slot in more if not node)
+        return _moved(old, new, names, here, keeps_instances=keeps_instances)
+    return _renamed(old, new, names, more, keeps_instances=keeps_instances)
 
 
 def next_number_after(plan: Plan) -> int:
@@ -148,13 +149,23 @@ def _kept_hybrids(old: Plan, new: Plan) -> tuple[HybridPlacement, ...]:
     return old.hybrids[: len(new.hybrids)]
 
 
-def _renamed(old: Plan, new: Plan, names: _Names, *, keeps_instances: bool) -> Plan:
+def _renamed(
+    old: Plan, new: Plan, names: _Names, spare: Sequence[Slot], *, keeps_instances: bool
+) -> Plan:
     known = {(it.node, it.tp, it.slots): it.instance_id for it in old.instances}
+    held, taken = set(slots_of(old)), set(slots_of(new))
     instances = []
     for it in new.instances:
         same = known.get((it.node, it.tp, it.slots)) if keeps_instances else None
-        instances.append(msgspec.structs.replace(it, instance_id=same or names.instance()))
-    replicas = {(it.node, it.nodes, it.slots): it.replica_id for it in old.hybrids}
+        if same is not None:
+            instances.append(msgspec.structs.replace(it, instance_id=same))
+            continue
+        placed = _on_spare(it, held, [slot for slot in spare if slot not in taken])
+        taken |= {(placed.node, slot) for slot in placed.slots}
+        instances.append(msgspec.structs.replace(placed, instance_id=names.instance()))
+    # Replicas of a core that starts anew end with the one before.
+    kept = old.hybrids if old.train == new.train else ()
+    replicas = {(it.node, it.nodes, it.slots): it.replica_id for it in kept}
     hybrids = tuple(
         msgspec.structs.replace(
             it, replica_id=replicas.get((it.node, it.nodes, it.slots)) or names.replica()
@@ -162,6 +173,19 @@ def _renamed(old: Plan, new: Plan, names: _Names, *, keeps_instances: bool) -> P
         for it in new.hybrids
     )
     return msgspec.structs.replace(new, instances=tuple(instances), hybrids=hybrids)
+
+
+def _on_spare(
+    instance: InstancePlacement, held: Collection[Slot], spare: Sequence[Slot]
+) -> InstancePlacement:
+    """On slots of a node that nobody holds, its own node's rather than another's, if there are."""
+    if not any((instance.node, slot) in held for slot in instance.slots):
+        return instance
+    for node in sorted({node for node, _ in spare}, key=lambda it: (it != instance.node, it)):
+        slots = [slot for its, slot in spare if its == node][: instance.tp]
+        if len(slots) == instance.tp:
+            return msgspec.structs.replace(instance, node=node, slots=tuple(slots))
+    return instance
 
 
 def _nodes_of(plan: Plan) -> set[NodeRank]:

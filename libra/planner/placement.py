@@ -5,10 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from libra.ids import InstanceId, NodeRank, SlotId
-from libra.planner.plan import InstancePlacement, Plan, TrainPlacement
+from libra.planner.plan import InstancePlacement, Plan, Slot, TrainPlacement
 from libra.planner.train_layout import TrainLayout
-
-Slot = tuple[NodeRank, SlotId]
 
 
 def place(

@@ -22,7 +22,7 @@ from libra.errors import InvariantError
 from libra.ids import InstanceId, ReplicaId
 from libra.planner.plan import Plan
 from libra.pools.change_order import Rules, Stuck, next_transition
-from libra.pools.ground import Ground, Stage, plan_on, server_slots
+from libra.pools.ground import WITHOUT_DEVICE, Ground, Stage, plan_on, server_slots
 from libra.pools.transition import (
     PHASE_OF,
     Drain,
@@ -142,11 +142,13 @@ class Reconfiguration:
         return self._advance(now)
 
     def on_unkillable(self, instance_id: InstanceId, *, now: float) -> tuple[Transition, ...]:
-        """It does not end: whatever needs its slots cannot be."""
+        """It does not end: whatever needs the slots that it has cannot be."""
         server = self.ground.find(instance_id)
         if server is None:
             return ()
-        lost = self.ground.lost | server_slots(server.placement)
+        has_device = server.stage not in WITHOUT_DEVICE
+        held = server_slots(server.placement) if has_device else frozenset()
+        lost = self.ground.lost | held
         self.ground = msgspec.structs.replace(self.ground.without((instance_id,)), lost=lost)
         return self._failed(f"{instance_id} cannot be ended", now)
 
@@ -171,6 +173,14 @@ class Reconfiguration:
         if self.ground.is_hold_wanted and not self.ground.is_held:
             self.ground = msgspec.structs.replace(self.ground, is_held=True)
             self._held_since = now
+        return self._advance(now)
+
+    def on_step_going(self, *, now: float) -> tuple[Transition, ...]:
+        """The trainer does not stand: a gang that was starting has gone on to its next boundary."""
+        if not self.ground.is_held or self.ground.reshaping is not None:
+            return ()
+        self._note_release(now)
+        self.ground = msgspec.structs.replace(self.ground, is_held=False)
         return self._advance(now)
 
     def on_training_ready(self, *, now: float) -> tuple[Transition, ...]:
@@ -209,6 +219,10 @@ class Reconfiguration:
         if was_new and not self.order.is_turned and self.result is None:
             return self._failed(f"{replica_id} was lost: {reason}", now)
         return self._advance(now)
+
+    def excuse(self, *, now: float) -> None:
+        """Nobody can be late now: a node that the change needs is away."""
+        self._current_since = now
 
     def on_tick(self, *, now: float) -> tuple[Transition, ...]:
         """Turn round, or give up on the way back, when a wait takes too long."""

@@ -39,7 +39,7 @@ def terms_of(home, *, min_rollout_gpus=1, divides=8) -> Terms:
 
     return Terms(
         min_rollout_gpus=min_rollout_gpus,
-        layouts=smaller_dp(home.train, micro_batch_size=1),
+        layouts=lambda train: smaller_dp(train, micro_batch_size=1),
         why_not=why_not,
     )
 
@@ -156,7 +156,7 @@ def test_the_planner_chooses_where_the_layout_was_its_own(lost):
     book = book_of(A100_80G, QWEN3_14B)
     terms = Terms(
         min_rollout_gpus=1,
-        layouts=fastest(config, home.train, book),
+        layouts=lambda train: fastest(config, train, book),
         why_not=lambda _: "",
     )
     found = plan_without(home, nodes(lost), terms)

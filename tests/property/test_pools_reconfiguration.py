@@ -7,7 +7,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.ids import InstanceId, ReplicaId, SlotId
+from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
 from libra.planner.matching import matched
 from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, TrainPlacement
 from libra.pools.change_order import Rules, Stuck, transitions
@@ -73,7 +73,7 @@ def changes(draw):
         old,
         drawn,
         next_number=100,
-        spare=tuple(map(SlotId, spare)),
+        spare=tuple((NodeRank(0), SlotId(slot)) for slot in spare),
         keeps_instances=strategy != "restart_all",
     )
     most = min(old.num_rollout_gpus, wanted.num_rollout_gpus)

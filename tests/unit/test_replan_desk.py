@@ -119,7 +119,7 @@ async def bench(
             instances=tuple,
             write=made.written.append,
             post=post,
-            num_slots=8,
+            gpus_per_node=8,
         ),
         last_decision_id=last_decision_id,
         started_at=clock.now(),

@@ -121,7 +121,9 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         def make(placement: InstancePlacement, has_devices: bool) -> Engine:
             self.meter.add(placement.instance_id, placement.tp)
             if placement.node:
-                return self._remote_engine(site, placement, served_directory)
+                return self._remote_engine(
+                    site, placement, served_directory, has_devices=has_devices
+                )
             if url := url_of.get(placement.instance_id):
                 return ForeignEngine(site, placement, self.scheduler, url=url, rng=self.rng)
             return Engine(
@@ -156,6 +158,8 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         site: EngineSite,
         placement: InstancePlacement,
         served_directory: Callable[[], Path | None],
+        *,
+        has_devices: bool,
     ) -> Engine:
         """A server on another node, under that node's environment and its own devices."""
         cluster = self._others()
@@ -187,6 +191,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
                 placement.slots,
                 needed_fraction=site.config.rollout.gpu_memory_utilization,
             ),
+            has_devices=has_devices,
             spawner=cluster.spawner_for(placement.node, self.spawner),
             hold_port=hold_port,
             traffic=self._traffic,

@@ -32,7 +32,7 @@ from libra_supervisor.app.collector import RunCollector, Sources, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
-from libra_supervisor.app.launch import Launch, new_run_id, num_gpus_of, replanned
+from libra_supervisor.app.launch import Launch, gpus_per_node, new_run_id, num_gpus_of, replanned
 from libra_supervisor.app.operator import ChildStatuses, Facts, Operator
 from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
 from libra_supervisor.app.plan_files import PlanFiles, TrainerPlace
@@ -465,17 +465,22 @@ class Run:
     def _replan_desk(self, forecaster: Forecaster) -> ReplanDesk:
         launch = self._launch
         # What plans are made for; other devices of the machine are spare.
-        num_gpus = num_gpus_of(launch)
+        num_gpus, per_node = num_gpus_of(launch), gpus_per_node(launch)
         return ReplanDesk(
             launch.given,
-            Replanner(launch.given, num_gpus=num_gpus, book=launch.book),
+            Replanner(
+                launch.given,
+                num_gpus=num_gpus,
+                gpus_per_node=per_node,
+                book=launch.book,
+            ),
             DeskPorts(
                 control=self._control,
                 book=lambda: forecaster.book,
                 instances=lambda: self._scheduler.instances(clock.now()),
                 write=RecordsWriter(launch.directory).write_reconfiguration,
                 post=self.inbox.post,
-                num_slots=len(launch.devices) if launch.site is None else None,
+                gpus_per_node=per_node or len(launch.devices),
             ),
             last_decision_id=last_decision_id(launch.directory.reconfigurations),
             started_at=clock.now(),

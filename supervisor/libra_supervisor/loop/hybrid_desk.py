@@ -106,8 +106,13 @@ class HybridDesk:
     # What happens at the core
 
     def on_core_begins(self, attempt: int) -> Done:
-        """Another gang is starting; the lanes of the one before are gone."""
-        self._attempt, self._is_core_ready, self._is_opening = attempt, False, False
+        """Another gang is starting."""
+        self._attempt = attempt
+        return self.on_core_lost()
+
+    def on_core_lost(self) -> Done:
+        """Its lanes are gone."""
+        self._is_core_ready = self._is_opening = False
         self._lanes.clear()
         self._joins.clear()
         return self._carried_out(self.pool.on_core_lost())

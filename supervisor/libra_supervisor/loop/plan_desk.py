@@ -10,15 +10,16 @@ from libra.errors import InvariantError
 from libra.ids import NodeRank, ReplicaId
 from libra.planner.applied import planned_config
 from libra.planner.matching import next_number_after
-from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, with_hybrids_in_core
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, Slot, with_hybrids_in_core
 from libra.pools.change_policy import Judgement, Policy, Refusal, judged, matched_by
-from libra.pools.ground import Ground, Hybrid, Server, Slot, Stage, plan_on
+from libra.pools.ground import Ground, Hybrid, Server, Stage, hybrid_slots, plan_on
 from libra.pools.member import MemberState
 from libra.pools.pool import RolloutPool
 from libra.pools.reconfiguration import Order, Reconfiguration
 from libra.pools.transition import PHASE_OF
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.plan_memory import PlanMemory
+from libra_supervisor.loop.presence import Presence
 from libra_supervisor.loop.stage_clock import StageClock
 from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRecord
 
@@ -44,6 +45,7 @@ class PlanDesk:
         config: RunConfig,
         memory: PlanMemory | None = None,
         hybrids: HybridPort | None = None,
+        presence: Presence | None = None,
     ) -> None:
         """`config` is the run's, whichever plan is written into it.
 
@@ -58,6 +60,7 @@ class PlanDesk:
         self.home: Plan | None = None
         """With every node there, once the loss of one has changed the plan."""
 
+        self.presence = presence or Presence()
         self.stages = StageClock()
         """Of the change under way."""
 
@@ -77,11 +80,20 @@ class PlanDesk:
         self.lost: frozenset[Slot] = frozenset()
         self._kept = memory
         if memory is not None:
-            self._next_number = max(memory.next_number, self._next_number)
-            self.lost = frozenset((NodeRank(0), slot) for slot in memory.lost_slots)
-            self._decision_id = memory.decision_id
-            self.plan = msgspec.structs.replace(memory.in_force, hybrids=())
-            self.interrupted = memory.order or self._order_of_replicas(memory.plan)
+            self._take_up(memory)
+
+    def _take_up(self, memory: PlanMemory) -> None:
+        self._next_number = max(memory.next_number, self._next_number)
+        self.lost = frozenset((NodeRank(0), slot) for slot in memory.lost_slots)
+        self.lost |= frozenset(memory.lost_elsewhere)
+        self._decision_id = memory.decision_id
+        self.plan = msgspec.structs.replace(memory.in_force, hybrids=())
+        self.interrupted = memory.order or self._order_of_replicas(memory.plan)
+
+    @property
+    def unusable(self) -> frozenset[Slot]:
+        """Slots that no plan may use now: lost ones, and those of nodes that are not there."""
+        return self.lost | self.presence.slots_missing(self.policy.slots)
 
     @property
     def is_busy(self) -> bool:
@@ -106,7 +118,7 @@ class PlanDesk:
     def match(self, wanted: Plan) -> Plan:
         """`wanted` in terms of the plan in force; its new ids are used up."""
         matched = matched_by(
-            self.policy, self.plan, wanted, next_number=self._next_number, lost=self.lost
+            self.policy, self.plan, wanted, next_number=self._next_number, lost=self.unusable
         )
         self._next_number = max(self._next_number, next_number_after(matched))
         return matched
@@ -118,7 +130,7 @@ class PlanDesk:
         """
         hybrids = []
         for hybrid in plan.hybrids if self.hybrids is not None else ():
-            if max(hybrid.slots) >= self.policy.num_slots:
+            if not hybrid_slots(hybrid) <= set(self.policy.slots):
                 continue
             name = ReplicaId(f"hybrid-{self._next_number}")
             self._next_number += 1
@@ -175,10 +187,10 @@ class PlanDesk:
         Names of what is new are those that it would get now, and are not used up.
         """
         plan = self.as_carried_out(wanted)
-        if why := self.why_not(plan):
+        if why := self.presence.missed_by(plan) or self.why_not(plan):
             return plan, Refusal(why)
         found = matched_by(
-            self.policy, self.plan, plan, next_number=self._next_number, lost=self.lost
+            self.policy, self.plan, plan, next_number=self._next_number, lost=self.unusable
         )
         if found == self.plan:
             return found, Refusal("this plan is in force already")
@@ -209,6 +221,7 @@ class PlanDesk:
             next_number=self._next_number,
             order=self.interrupted if change is None else change.order,
             lost_slots=tuple(sorted(slot for node, slot in lost if not node)),
+            lost_elsewhere=tuple(sorted(slot for slot in lost if slot[0])),
             home=self.home,
         )
         if memory == self._kept:

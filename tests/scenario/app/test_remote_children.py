@@ -485,8 +485,8 @@ async def test_gangs_of_one_attempt_on_one_node_are_told_apart_and_a_replica_end
         nodes.net.mend()
         await ready(place, 3, within_s=30)
         assert (core.attempt, replica.attempt) == (2, 1)
-    log = (tmp_path / "logs" / "hybrid-0-1.log").read_text()
-    assert "rank 0 argv" in log
+    for name, rank in (("trainer-1", 1), ("hybrid-0-1", 0)):
+        assert f"rank {rank} argv" in (tmp_path / "logs" / f"{name}.log").read_text()
 
 
 @pytest.mark.case("R-B79")
