@@ -144,6 +144,16 @@ def core(*slots, tp=1):
     )  # fmt: skip
 
 
+def test_a_core_that_grows_where_it_was_has_one_agent_on_each_node():
+    plan = Plan(
+        strategy="grp",
+        train=core(slot(1, 1), slot(2, 0), slot(2, 1)),
+        instances=(instance("vllm-0", 1, 0, 0),),
+    )
+    grown = tried(plan, PlanOrder(train_gpus=4), Room(num_gpus=6, gpus_per_node=2))
+    assert (grown.train.nodes, grown.train.slots) == ((1, 1, 2, 2), (1, 0, 0, 1))
+
+
 def test_a_new_instance_goes_to_spare_slots_of_its_own_node_rather_than_another_s():
     old = Plan(
         strategy="grp",

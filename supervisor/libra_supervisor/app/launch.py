@@ -196,8 +196,7 @@ def on_nodes(plan: Plan, config: RunConfig, num_nodes: int) -> Plan:
     """
     if plan.strategy != "configured":
         return plan
-    num_gpus = plan.num_rollout_gpus + plan.train.world_size
-    per_node = _gpus_per_node(config, num_gpus, num_nodes)
+    per_node = _gpus_per_node(config, len(slots_of(plan)), num_nodes)
     placed = spread_over_nodes(plan, gpus_per_node=per_node)
     if placed is None:
         raise InfeasiblePlanError(
@@ -230,7 +229,9 @@ def num_gpus_of(launch: Launch) -> int:
     """
     config = launch.loaded.config
     in_use = launch.plan if launch.memory is None else launch.memory.plan
-    asked_for = config.training.train_gpus + config.rollout.rollout_gpus
+    is_ours = config.global_resource_planner.runtime_manage_rollout_processes
+    # Servers of others are on devices that are none of ours.
+    asked_for = config.training.train_gpus + (config.rollout.rollout_gpus if is_ours else 0)
     return max(asked_for, len(slots_of(in_use)))
 
 

@@ -278,7 +278,8 @@ class Run:
 
     def _engines_of_node(self, node: int) -> tuple[InstanceId, ...]:
         instances = self._control.plans.plan.instances
-        return tuple(it.instance_id for it in instances if it.node == node)
+        # Servers of others lie on no node.
+        return tuple(it.instance_id for it in instances if it.node == node and it.slots)
 
     def _note_of_node(self, node: NodeRank) -> str:
         """What the run makes of a node that it does not count on."""
