@@ -4,12 +4,19 @@ With Slurm (`srun`, one task per node) the members come from its variables and `
 """
 
 import re
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from libra.config.base import Config, NonNegativeFloat, PathText, Port, Seconds
+import msgspec
+
+from libra.config.base import Config, NonNegativeFloat, PathText, Port
 
 _HOST: Final = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%[\w.-]+)?")
 _NUM_PORT_DIGITS: Final = 5
+
+LeaseSeconds = Annotated[float, msgspec.Meta(ge=1)]
+"""A node says five times in a lease that it lives. With less than a second between the ends of it
+that is more often than what was lost on the network is sent again (0.2 s at best on Linux): one
+packet too many would take ranks down."""
 
 
 class NodeAddress(Config, frozen=True, kw_only=True):
@@ -62,9 +69,10 @@ class NodesConfig(Config, frozen=True, kw_only=True):
     """Port on which the leader listens for the other nodes; 0 takes 7420, and under Slurm
     20000 + job id modulo 10000, so that two jobs on one machine do not meet."""
 
-    node_lease_s: Seconds = 15.0
+    node_lease_s: LeaseSeconds = 15.0
     """How long a node goes on without hearing from the leader, in seconds of its own clock. The
-    leader takes it for lost only after that."""
+    leader takes it for lost only after that. At least 1: the two hear of each other five times in
+    it."""
 
     node_orphan_grace_s: NonNegativeFloat = 120.0
     """How much longer its servers wait for a leader that is started again, in seconds; its ranks

@@ -31,7 +31,8 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
     """GPUs that training keeps in every plan."""
 
     min_rollout_gpus: PositiveCount = 1
-    """GPUs that rollout keeps in every plan; a reload goes on without a failed instance only while
+    """GPUs that rollout keeps in every plan but for what the elastic hybrid pool may borrow of it
+    (elastic_hybrid_min_rollout_gpus); a reload goes on without a failed instance only while
     this holds."""
 
     allowed_train_tp: list[PositiveCount] = []
@@ -126,6 +127,10 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
     ] = "diff"
     """How rollout instances are brought to a new plan; diff touches only what changes."""
 
+    runtime_lent_servers: Literal["stop", "sleep"] = "stop"
+    """What becomes of a server while training has its GPUs: sleep keeps its process and compiled
+    code, and its weights in host memory, so that it is back without a start."""
+
     runtime_reconfigure_timeout_s: Seconds = 900.0
     """Longest each wait of a change may take (for a drain, for a server to come up, for a step
     boundary), in seconds; past it the change is undone."""
@@ -147,7 +152,8 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
     """Ranks in one complete TP x EP x PP x CP replica; 0 derives it from the training topology."""
 
     elastic_hybrid_min_rollout_gpus: Count = 1
-    """Rollout GPUs that the elastic hybrid pool may never borrow."""
+    """Rollout GPUs that the elastic hybrid pool may never borrow; with 0 it may borrow all of them,
+    for as long as there is something to train on."""
 
     elastic_hybrid_contribution_timeout_s: Seconds = 30.0
     """Seconds that the core waits for the gradients of a hybrid replica once it has its own; a

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from libra.config.rollout import TpBucket
 from libra.config.run import RunConfig
 from libra.errors import ConfigError
+from libra.planner.lending import serves_nothing
 from libra.planner.plan import Plan
 
 
@@ -37,12 +38,25 @@ def planned_config(config: RunConfig, plan: Plan) -> RunConfig:
 def _with_instances(config: RunConfig, plan: Plan) -> RunConfig:
     if not config.global_resource_planner.runtime_manage_rollout_processes:
         return config  # servers of others are as they are
+    if serves_nothing(plan):
+        return _with_lent_gpus(config, plan.num_hybrid_gpus)
     degrees = Counter(instance.tp for instance in plan.instances)
     buckets = [TpBucket(tp=tp, count=degrees[tp]) for tp in sorted(degrees, reverse=True)]
     return replace(
         config,
         rollout=replace(config.rollout, rollout_gpus=plan.num_rollout_gpus),
         heterogeneous_rollout=replace(config.heterogeneous_rollout, instances=buckets),
+    )
+
+
+def _with_lent_gpus(config: RunConfig, num_gpus: int) -> RunConfig:
+    """What replicas have borrowed is rollout's all the same, and every run has rollout."""
+    if config.rollout.rollout_gpus == num_gpus:
+        return config
+    return replace(
+        config,
+        rollout=replace(config.rollout, rollout_gpus=num_gpus),
+        heterogeneous_rollout=replace(config.heterogeneous_rollout, instances=[]),
     )
 
 

@@ -145,8 +145,8 @@ def _demand(running: RunningPlan, lengths: Lengths) -> Demand:
 
 
 def _rollout_s(running: RunningPlan, models: CostModels, finished: Lengths) -> float | None:
-    """Time for what ended in the step, as the planner counts it."""
-    if not finished:
+    """Time for what ended in the step, as the planner counts it; None where nothing serves."""
+    if not (finished and running.tps):
         return None
     demand = _demand(running, finished)
     layout = spread_over(

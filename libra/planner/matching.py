@@ -21,6 +21,7 @@ def matched(
     next_number: int,
     spare: Iterable[Slot] = (),
     keeps_instances: bool = True,
+    asleep: Sequence[InstancePlacement] = (),
 ) -> Plan:
     """`new` with the ids and slots of `old` wherever both have the same.
 
@@ -28,12 +29,21 @@ def matched(
     instances may use. Without `keeps_instances` every instance is a new one, on the slots of one
     that goes where the degrees allow it. Plans over several nodes keep the slots of `new`, but for
     new instances that find spare ones; there only what lies on the same slots is the same.
+
+    `asleep` are instances outside of `old` that wait for their slots: an instance that comes is one
+    of them where its degree and free slots allow it, unless every instance is a new one.
     """
     names, more = _Names(next_number), tuple(spare)
+    waiting = list(asleep) if keeps_instances else []
     if _nodes_of(old) | _nodes_of(new) == {NodeRank(0)}:
-        here = tuple(slot for node, slot in more if not node)
-        return _moved(old, new, names, here, keeps_instances=keeps_instances)
-    return _renamed(old, new, names, more, keeps_instances=keeps_instances)
+        here = [it for it in waiting if not it.node]
+        free = (
+            *(slot for node, slot in more if not node),
+            *(slot for it in here for slot in it.slots),
+        )
+        slots = _Slots(old, new, free)
+        return _moved(old, new, names, slots, here, keeps_instances=keeps_instances)
+    return _renamed(old, new, names, waiting, more, keeps_instances=keeps_instances)
 
 
 def next_number_after(plan: Plan) -> int:
@@ -87,6 +97,9 @@ class _Slots:
         self._free = [slot for slot in self._free if slot not in claimed]
         return claimed
 
+    def are_free(self, slots: Iterable[SlotId]) -> bool:
+        return set(slots) <= set(self._free)
+
     def take(self, count: int, *, rather: Sequence[SlotId] = ()) -> tuple[SlotId, ...]:
         """`count` slots: `rather` if nobody holds one of them, else the first that are free."""
         if len(rather) == count and set(rather) <= set(self._free) - self._held:
@@ -95,9 +108,14 @@ class _Slots:
 
 
 def _moved(
-    old: Plan, new: Plan, names: _Names, spare: Sequence[SlotId], *, keeps_instances: bool
+    old: Plan,
+    new: Plan,
+    names: _Names,
+    slots: _Slots,
+    asleep: list[InstancePlacement],
+    *,
+    keeps_instances: bool,
 ) -> Plan:
-    slots = _Slots(old, new, spare)
     is_same_core = old.train.layout == new.train.layout
     claimed = slots.claim(old.train.slots[: new.train.world_size])
     kept_hybrids = _kept_hybrids(old, new) if is_same_core else ()
@@ -111,12 +129,23 @@ def _moved(
     hybrids = [HybridPlacement(replica_id=names.replica(), slots=slots.take(n)) for n in sizes]
     if not keeps_instances:
         stays = [msgspec.structs.replace(it, instance_id=names.instance()) for it in stays]
-    comes = [
+    new_ones: list[InstancePlacement] = []
+    woken: list[InstancePlacement] = []
+    for it in _coming(old, new):
+        found = next((s for s in asleep if s.tp == it.tp and slots.are_free(s.slots)), None)
+        if found is None:
+            new_ones.append(it)
+        else:
+            asleep.remove(found)
+            slots.claim(found.slots)
+            woken.append(found)
+    started = [
         InstancePlacement(
             instance_id=names.instance(), tp=it.tp, slots=slots.take(it.tp, rather=it.slots)
         )
-        for it in _coming(old, new)
+        for it in new_ones
     ]
+    comes = (*woken, *started)
     train = msgspec.structs.replace(new.train, slots=(*claimed, *more))
     return msgspec.structs.replace(
         new, train=train, instances=(*stays, *comes), hybrids=(*kept_hybrids, *hybrids)
@@ -150,9 +179,15 @@ def _kept_hybrids(old: Plan, new: Plan) -> tuple[HybridPlacement, ...]:
 
 
 def _renamed(
-    old: Plan, new: Plan, names: _Names, spare: Sequence[Slot], *, keeps_instances: bool
+    old: Plan,
+    new: Plan,
+    names: _Names,
+    asleep: list[InstancePlacement],
+    spare: Sequence[Slot],
+    *,
+    keeps_instances: bool,
 ) -> Plan:
-    known = {(it.node, it.tp, it.slots): it.instance_id for it in old.instances}
+    known = {(it.node, it.tp, it.slots): it.instance_id for it in (*asleep, *old.instances)}
     held, taken = set(slots_of(old)), set(slots_of(new))
     instances = []
     for it in new.instances:

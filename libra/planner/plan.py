@@ -111,12 +111,13 @@ def plan_in_words(plan: Plan) -> str:
     train = plan.train
     degrees = Counter(instance.tp for instance in plan.instances)
     buckets = ", ".join(f"{count} x TP {tp}" for tp, count in sorted(degrees.items()))
+    instances = f"{plan.num_rollout_gpus} GPUs ({buckets})" if buckets else "none"
     plural = "s" if len(plan.hybrids) > 1 else ""
     hybrids = f", {len(plan.hybrids)} hybrid replica{plural} on {plan.num_hybrid_gpus} GPUs"
     return (
         f"train {train.world_size} GPUs (TP {train.tp}, PP {train.pp}, CP {train.cp}, "
         f"DP {train.dp}){hybrids if plan.hybrids else ''}, "
-        f"rollout {plan.num_rollout_gpus} GPUs ({buckets})"
+        f"rollout {instances}"
     )
 
 

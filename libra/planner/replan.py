@@ -15,9 +15,10 @@ from libra.config.run import RunConfig
 from libra.errors import InvariantError
 from libra.planner.calibration import Calibration
 from libra.planner.demand import Demand, num_batches_in_flight, observed_demand, prior_demand
+from libra.planner.lending import serves_nothing
 from libra.planner.plan import Plan, plan_in_words
 from libra.planner.replan_candidates import Bounds, Candidate, CandidateSearch, bounds_of
-from libra.planner.replan_costs import SwitchAccount, SwitchCost, SwitchCosts, SwitchKind
+from libra.planner.replan_costs import SwitchAccount, SwitchCost, SwitchCosts, SwitchKind, both
 from libra.planner.replan_observed import ObservationWindow, StepObserved, StepTimes
 from libra.planner.replan_rule import Worth, model_error, worth
 from libra.planner.replan_triggers import Triggers
@@ -92,6 +93,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     horizon_steps: float
     cooldown_left_s: float
     triggers: tuple[str, ...]
+    lead_steps: float = 0.0
+    """How long training can go on with what rollouts have made so far."""
 
 
 class Replanner:
@@ -196,6 +199,11 @@ class Replanner:
         self._refused = frozenset()
         self._window.forget_times()
 
+    def on_given_back(self, now: float) -> None:
+        """A server that was lent came back by itself: as after a change that was decided."""
+        self._cooling_until = now + self._cooldown_s
+        self._window.forget_times()
+
     def due(self, now: float) -> bool:
         """Whether there is reason for a look at the plan now."""
         if not self._is_online or self.is_switching or now < self._cooling_until:
@@ -216,10 +224,12 @@ class Replanner:
         *,
         is_asked: bool = False,
         why_not: Callable[[Plan], str] = _everything,
+        lead_steps: float = 0.0,
     ) -> Question:
         """What a decision about `plan` depends on now; the reasons so far are taken.
 
         `why_not` says what keeps the run from going over to another plan; empty when nothing does.
+        `lead_steps`: how long training can go on with what rollouts have made so far.
         """
         triggers = self._triggers.take()
         return Question(
@@ -240,6 +250,7 @@ class Replanner:
             horizon_steps=max(0.0, min(self._payback_steps, steps_left)),
             cooldown_left_s=0.0 if is_asked else max(0.0, self._cooling_until - now),
             triggers=("asked for",) if is_asked else triggers,
+            lead_steps=lead_steps,
         )
 
 
@@ -257,6 +268,7 @@ def answer(question: Question) -> Verdict:
         question.book,
         question.bounds,
         why_not=question.why_not,
+        lead_steps=question.lead_steps,
     )
     found = [it for it in search.candidates() if it.kind not in question.refused]
     if not question.plan.instances:
@@ -271,14 +283,20 @@ def answer(question: Question) -> Verdict:
                 expected_s=expected_s,
                 candidate_s=candidate.step_s,
                 error=error,
-                cost=question.cost_of[candidate.kind],
-                horizon_steps=question.horizon_steps,
+                cost=_cost_of(question, candidate),
+                horizon_steps=min(question.horizon_steps, candidate.lasts_steps),
             ),
         )
         for candidate in found
     ]
     notes = [demand.source, *(f"not possible: {why}" for why in search.left_out[:_LEFT_OUT_SHOWN])]
     return _choice(question, options, notes=notes, numbers=numbers)
+
+
+def _cost_of(question: Question, candidate: Candidate) -> SwitchCost:
+    """One that does not last is paid there and back."""
+    cost = question.cost_of[candidate.kind]
+    return cost if candidate.lasts_steps == inf else both(cost, question.cost_of["to_rollout"])
 
 
 class _Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -360,6 +378,11 @@ def _to_serve(
 
 
 def _why_not_look(question: Question) -> str:
+    if question.plan.hybrids and serves_nothing(question.plan):
+        return (
+            f"the last server is lent while there is something to train on, "
+            f"{question.lead_steps:.0f} batches now, and comes back by itself"
+        )
     if question.cooldown_left_s > 0:
         return f"{question.cooldown_left_s:.0f} s of the cooldown are left"
     if question.horizon_steps < 1:

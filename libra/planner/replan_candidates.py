@@ -6,6 +6,7 @@ plans are not looked at.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -16,7 +17,8 @@ from libra.errors import InfeasiblePlanError
 from libra.planner.calibration import Calibration
 from libra.planner.cost_models import CostModels, cost_models
 from libra.planner.demand import Demand
-from libra.planner.pace import step_seconds
+from libra.planner.lending import fewest_rollout_gpus
+from libra.planner.pace import TrainPace, step_seconds
 from libra.planner.plan import Plan, Slot, TrainPlacement
 from libra.planner.pricing import estimate_of, layout_of, pace_terms, train_work
 from libra.planner.pruning import PruneLog
@@ -38,6 +40,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     kind: SwitchKind
     plan: Plan
     step_s: float
+    lasts_steps: float = inf
+    """For how many it can stay in force; then the plan before comes back."""
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,9 +53,13 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     min_rollout_gpus: int
     min_rollout_gpus_beside_hybrids: int
 
-    def fewest_rollout_gpus(self, *, num_replicas: int) -> int:
-        borrowed = self.min_rollout_gpus_beside_hybrids if num_replicas else 0
-        return max(self.min_rollout_gpus, borrowed)
+    def fewest_rollout_gpus(self, *, num_replicas: int, serves_nothing: bool) -> int:
+        return fewest_rollout_gpus(
+            num_replicas=num_replicas,
+            serves_nothing=serves_nothing,
+            least=self.min_rollout_gpus,
+            least_beside_hybrids=self.min_rollout_gpus_beside_hybrids,
+        )
 
 
 def bounds_of(
@@ -91,7 +99,7 @@ def bounds_of(
 class CandidateSearch:
     """One look at all plans; `config` describes hardware and model."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a search depends on
         self,
         config: RunConfig,
         plan: Plan,
@@ -100,9 +108,11 @@ class CandidateSearch:
         bounds: Bounds,
         *,
         why_not: Callable[[Plan], str],
+        lead_steps: float = 0.0,
     ) -> None:
         """`why_not` says what keeps the run from going over to a plan; empty when nothing does.
 
+        `lead_steps`: how long training could go on if nothing served.
         Raises ConfigError when hardware or model are not described.
         """
         self.left_out: list[str] = []
@@ -110,7 +120,7 @@ class CandidateSearch:
 
         self._why_not = why_not
         self._config, self._plan, self._demand, self._book = config, plan, demand, book
-        self._bounds = bounds
+        self._bounds, self._lead_steps = bounds, lead_steps
         self._models: CostModels = cost_models(config, book)
         self._core = layout_of(plan.train, micro_batch_size=config.training.micro_batch_size)
         self._replica_gpus = replica_gpus(self._core)
@@ -174,7 +184,9 @@ class CandidateSearch:
     ) -> Candidate | None:
         """The best instances beside the core of `base` and so many replicas of it."""
         num_gpus = self._bounds.room.num_gpus - core.num_gpus - num_replicas * replica_gpus(core)
-        fewest = self._bounds.fewest_rollout_gpus(num_replicas=num_replicas)
+        fewest = self._bounds.fewest_rollout_gpus(
+            num_replicas=num_replicas, serves_nothing=not num_gpus
+        )
         if num_gpus < fewest:
             return None
 
@@ -190,6 +202,8 @@ class CandidateSearch:
 
         train = with_replicas(core, num_replicas, replica_gpus(core))
         train_s = self._models.train.cost(train, train_work(self._config, self._demand)).total_s
+        if not num_gpus:
+            return self._serving_nothing(seat(()), train_s, kind)
         try:
             layout, pace = self._rollout.best(
                 num_gpus, train_s, has_room=lambda tps: seat(tps) is not None
@@ -204,6 +218,15 @@ class CandidateSearch:
             plan=plan,
             step_s=step_seconds(self._rollout.train_pace(layout, train_s), pace),
         )
+
+    def _serving_nothing(
+        self, plan: Plan | None, train_s: float, kind: SwitchKind
+    ) -> Candidate | None:
+        """With every GPU of rollout lent, for as long as there is something to train on."""
+        if plan is None or self._lead_steps < 1 or _is_same(plan, self._plan):
+            return None
+        pace = TrainPace(train_s=train_s, export_s=self._rollout.terms.export_s, sync_s=0.0)
+        return Candidate(kind=kind, plan=plan, step_s=pace.busy_s, lasts_steps=self._lead_steps)
 
     def _is_possible(self, plan: Plan) -> bool:
         if _is_same(plan, self._plan):

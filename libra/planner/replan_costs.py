@@ -36,6 +36,15 @@ class SwitchCost(msgspec.Struct, frozen=True, kw_only=True):
     num_measured: int
 
 
+def both(there: SwitchCost, back: SwitchCost) -> SwitchCost:
+    """Of two changes, of which the second follows from the first."""
+    return SwitchCost(
+        mean_s=there.mean_s + back.mean_s,
+        deviation_s=there.deviation_s + back.deviation_s,
+        num_measured=min(there.num_measured, back.num_measured),
+    )
+
+
 class SwitchCosts:
     """The newest measurements of each kind."""
 

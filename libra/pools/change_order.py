@@ -1,11 +1,11 @@
 """Which transition comes next: a function of what is there and of what is wanted. Pure.
 
 Because nothing else is remembered, the rest of a change that was interrupted after any prefix, and
-the way back from there, are made by the same rules. In order: end what is on its way out; keep what
-stays after all; warm up what comes, if that is wanted, while everything else goes on; detach
-replicas that go; change the core as soon as its slots are free; start whatever has its slots; drain
-as many of those that go as the minimum allows; wait for what was started; attach replicas. Each
-transition takes all that it can at once, which is a wave.
+the way back from there, are made by the same rules. In order: end what is on its way out, or put it
+to sleep; keep what stays after all; warm up what comes, if that is wanted, while everything else
+goes on; detach replicas that go; change the core as soon as its slots are free; start, or wake up,
+whatever has its slots; drain as many of those that go as the minimum allows; wait for what was
+started; attach replicas. Each transition takes all that it can at once, which is a wave.
 """
 
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ from libra.pools.ground import (
     Stage,
     core_slots,
     hybrid_slots,
+    is_lent,
     server_slots,
 )
 from libra.pools.transition import (
@@ -33,10 +34,12 @@ from libra.pools.transition import (
     HoldStep,
     ReleaseStep,
     ReshapeTraining,
+    Sleep,
     Start,
     Stop,
     Transition,
     Undrain,
+    Wake,
     Warm,
     begun,
     ended,
@@ -57,6 +60,9 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
     gives_back: bool = False
     """Do not wait for answers in flight when draining."""
+
+    sleeps: bool = False
+    """A server of which training gets every slot sleeps instead of ending."""
 
     untouched: frozenset[InstanceId] = frozenset()
     """Instances of both plans; the change does not wait for them to serve."""
@@ -124,8 +130,15 @@ class _State:
 
     @property
     def hybrids_to_come(self) -> tuple[HybridPlacement, ...]:
-        here = {it.placement.replica_id for it in self.ground.hybrids}
+        here = {it.placement.replica_id for it in self.ground.hybrids if it.waits is None}
         return tuple(it for it in self.target.hybrids if it.replica_id not in here)
+
+    @property
+    def resting(self) -> set[InstanceId]:
+        """Leavers that are to sleep until their slots come back."""
+        if not self.rules.sleeps:
+            return set()
+        return {it.instance_id for it in self.leaving if is_lent(it.placement, self.target)}
 
     def late(self) -> list[InstanceId]:
         """Servers that this change started, and that do not serve yet."""
@@ -137,16 +150,29 @@ class _State:
 
 
 def _end_leavers(state: _State) -> Transition | None:
-    stages = (*WITHOUT_DEVICE, *ENDING, Stage.DRAINED)
-    doomed = [it.instance_id for it in state.leaving if it.stage in stages]
-    # A stayer whose end has begun comes back when its end is over.
-    doomed += [it.instance_id for it in state.staying if it.stage in ENDING]
     # What does not serve any more may still have requests from when it did.
     undone = (Stage.DRAINING, Stage.STARTING)
     draining = [it.instance_id for it in state.leaving if it.stage in undone]
     if draining:
         return Drain(tuple(draining), state.rules.gives_back)
+    resting = state.resting
+    # Who has begun to fall asleep does so, whatever becomes of it then.
+    falling = state.ground.ids_in(Stage.FALLING_ASLEEP)
+    drained = [it.instance_id for it in state.leaving if it.stage is Stage.DRAINED]
+    tired = (*falling, *(it for it in drained if it in resting))
+    if tired:
+        return Sleep(tired)
+    stages = (*WITHOUT_DEVICE, *ENDING, Stage.DRAINED)
+    doomed = [
+        it.instance_id for it in state.leaving if it.stage in stages and not _rests(state, it)
+    ]
+    # A stayer whose end has begun comes back when its end is over.
+    doomed += [it.instance_id for it in state.staying if it.stage in ENDING]
     return Stop(tuple(doomed)) if doomed else None
+
+
+def _rests(state: _State, server: Server) -> bool:
+    return server.stage is Stage.ASLEEP and server.instance_id in state.resting
 
 
 def _keep_stayers(state: _State) -> Transition | None:
@@ -159,10 +185,18 @@ def _warm(state: _State) -> Transition | None:
     if not state.rules.warms_first:
         return None
     cold = [it for it in state.coming if state.ground.find(it.instance_id) is None]
-    if cold:
-        return Warm(tuple(cold))
+    known = {it.placement.replica_id for it in state.ground.hybrids}
+    # A replica is a copy of the core, so of one that is there already and trains.
+    has_core = state.is_core_right and not state.ground.is_hold_wanted
+    replicas = state.hybrids_to_come if has_core else ()
+    cold_replicas = [it for it in replicas if it.replica_id not in known]
+    if cold or cold_replicas:
+        return Warm(tuple(cold), tuple(cold_replicas))
     warming = state.ground.ids_in(Stage.WARMING)
-    return AwaitWarm(warming) if warming else None
+    warming_replicas = state.ground.replicas_in(Stage.WARMING)
+    if warming or warming_replicas:
+        return AwaitWarm(warming, warming_replicas)
+    return None
 
 
 def _detach(state: _State) -> Transition | None:
@@ -184,6 +218,10 @@ def _change_core(state: _State) -> Transition | None:
 
 def _start(state: _State) -> Transition | None:
     ready = [it for it in state.coming if not server_slots(it) & state.owned]
+    asleep = set(state.ground.ids_in(Stage.ASLEEP))
+    woken = tuple(it.instance_id for it in ready if it.instance_id in asleep)
+    if woken:
+        return Wake(woken)
     return Start(tuple(ready)) if ready else None
 
 
@@ -191,8 +229,16 @@ def _drain(state: _State) -> Transition | None:
     if state.rules.serves_first and (state.coming or state.late()):
         return None
     spare_gpus = state.ground.num_serving_gpus - state.rules.min_rollout_gpus
+    leavers = _in_order_of_use(state)
+    handed_on = frozenset[Slot]().union(*map(server_slots, state.coming))
+    waits_for_more = state.late() and any(
+        it.placement.tp > spare_gpus and server_slots(it.placement) & handed_on for it in leavers
+    )
     chosen: list[InstanceId] = []
-    for server in _in_order_of_use(state):
+    for server in leavers:
+        # Where others come after a large one that cannot go yet, nobody leaves a gap before it.
+        if waits_for_more and not server_slots(server.placement) & handed_on:
+            continue
         if server.placement.tp <= spare_gpus:
             spare_gpus -= server.placement.tp
             chosen.append(server.instance_id)
@@ -234,7 +280,7 @@ def _attach(state: _State) -> Transition | None:
     joining = tuple(
         it.placement
         for it in state.ground.hybrids
-        if not it.is_member and it.placement in state.target.hybrids
+        if not it.is_member and it.waits is None and it.placement in state.target.hybrids
     )
     return AttachHybrid((*joining, *free)) if joining or free else None
 

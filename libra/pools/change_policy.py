@@ -1,13 +1,15 @@
 """What the configuration allows of a change of plan, and how its strategy is carried out. Pure."""
 
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from libra.config.planning import PlannerConfig
 from libra.ids import NodeRank, SlotId
+from libra.planner.lending import fewest_rollout_gpus, serves_nothing
 from libra.planner.matching import matched, slots_of
-from libra.planner.plan import Plan, Slot, slots_in_words
+from libra.planner.plan import InstancePlacement, Plan, Slot, slots_in_words
 from libra.pools.change_order import Rules, Stuck, transitions
 from libra.pools.ground import Ground, core_slots, server_slots
 from libra.pools.transition import Transition, in_words
@@ -39,10 +41,13 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Changes of the training side are written down and not made."""
 
     drains: bool
+    sleeps: bool = False
+    """Servers whose slots training gets are kept asleep."""
+
     min_train_gpus: int
     min_rollout_gpus: int
     min_hybrid_rollout_gpus: int
-    """What rollout keeps of its GPUs while there are hybrid replicas."""
+    """What rollout keeps of its GPUs while there are hybrid replicas; 0: they may borrow all."""
 
     num_slots: int
     """Devices of this node that the run may use, from slot 0."""
@@ -62,12 +67,17 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def rules(self, wanted: Plan) -> Rules:
-        lent = self.min_hybrid_rollout_gpus if wanted.hybrids else 0
         return Rules(
-            min_rollout_gpus=max(self.min_rollout_gpus, lent),
+            min_rollout_gpus=fewest_rollout_gpus(
+                num_replicas=len(wanted.hybrids),
+                serves_nothing=serves_nothing(wanted),
+                least=self.min_rollout_gpus,
+                least_beside_hybrids=self.min_hybrid_rollout_gpus,
+            ),
             warms_first=self.strategy == "prewarm",
             serves_first=self.strategy == "blue_green",
             gives_back=not self.drains,
+            sleeps=self.sleeps,
         )
 
 
@@ -82,6 +92,7 @@ def policy_of(
         changes_training=planner.runtime_reconfigure_training,
         is_plan_only=planner.runtime_training_pool_plan_only,
         drains=planner.runtime_drain_before_reconfigure,
+        sleeps=planner.runtime_lent_servers == "sleep",
         min_train_gpus=planner.min_train_gpus,
         min_rollout_gpus=planner.min_rollout_gpus,
         min_hybrid_rollout_gpus=planner.elastic_hybrid_min_rollout_gpus,
@@ -98,10 +109,11 @@ def matched_by(
     *,
     next_number: int,
     lost: frozenset[Slot] = frozenset(),
+    asleep: Sequence[InstancePlacement] = (),
 ) -> Plan:
     """`wanted` as this strategy carries it out; spare slots are used where it needs them.
 
-    `lost`: slots that nobody may use again.
+    `lost`: slots that nobody may use again; `asleep`: servers that wait for theirs.
     """
     held = {*slots_of(old), *lost}
     spare = [slot for slot in policy.slots if slot not in held]
@@ -111,6 +123,7 @@ def matched_by(
         next_number=next_number,
         spare=spare if policy.strategy == "blue_green" else (),
         keeps_instances=policy.strategy != "restart_all",
+        asleep=asleep,
     )
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
+from typing import Literal
 
 import msgspec
 
@@ -26,12 +27,18 @@ class Stage(Enum):
     SERVING = "serving"
     DRAINING = "draining"
     DRAINED = "drained"
+    FALLING_ASLEEP = "falling asleep"
+    """It is giving its device's memory back."""
+
+    ASLEEP = "asleep"
+    """It is there for when its slots come back, and holds none of them."""
+
     STOPPING = "stopping"
     COOLING = "cooling"
     """It is ended before it had a device."""
 
 
-WITHOUT_DEVICE = frozenset({Stage.WARMING, Stage.WARM, Stage.COOLING})
+WITHOUT_DEVICE = frozenset({Stage.WARMING, Stage.WARM, Stage.ASLEEP, Stage.COOLING})
 ENDING = frozenset({Stage.STOPPING, Stage.COOLING})
 
 
@@ -51,6 +58,8 @@ class Hybrid(msgspec.Struct, frozen=True):
 
     placement: HybridPlacement
     is_member: bool = False
+    waits: Literal[Stage.WARMING, Stage.WARM] | None = None
+    """While it has no slots: how far its processes have come."""
 
 
 class Ground(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +117,8 @@ class Ground(msgspec.Struct, frozen=True, kw_only=True):
             if server.stage not in WITHOUT_DEVICE:
                 owners.update(server_slots(server.placement))
         for hybrid in self.hybrids:
+            if hybrid.waits is not None:
+                continue
             owners.update(hybrid_slots(hybrid.placement))
         return owners
 
@@ -132,10 +143,27 @@ class Ground(msgspec.Struct, frozen=True, kw_only=True):
         kept = tuple(it for it in self.servers if it.instance_id not in gone)
         return msgspec.structs.replace(self, servers=kept)
 
-    def with_hybrid(self, placement: HybridPlacement, *, is_member: bool) -> "Ground":
+    def replicas_in(self, stage: Stage) -> tuple[ReplicaId, ...]:
+        """Those without slots that have come so far."""
+        return tuple(it.placement.replica_id for it in self.hybrids if it.waits is stage)
+
+    def with_hybrid(
+        self,
+        placement: HybridPlacement,
+        *,
+        is_member: bool,
+        waits: Literal[Stage.WARMING, Stage.WARM] | None = None,
+    ) -> "Ground":
         left = self.without_hybrid(placement.replica_id)
-        hybrids = (*left.hybrids, Hybrid(placement, is_member))
+        hybrids = (*left.hybrids, Hybrid(placement, is_member, waits))
         return msgspec.structs.replace(left, hybrids=hybrids)
+
+    def with_warm_hybrid(self, replica_id: ReplicaId) -> "Ground":
+        """With the replica, if it has no slots yet, waiting for them."""
+        found = next((it for it in self.hybrids if it.placement.replica_id == replica_id), None)
+        if found is None or found.waits is None:
+            return self
+        return self.with_hybrid(found.placement, is_member=False, waits=Stage.WARM)
 
     def without_hybrid(self, replica_id: ReplicaId) -> "Ground":
         kept = tuple(it for it in self.hybrids if it.placement.replica_id != replica_id)
@@ -148,6 +176,12 @@ def core_slots(train: TrainPlacement) -> frozenset[Slot]:
 
 def server_slots(placement: InstancePlacement) -> frozenset[Slot]:
     return frozenset((placement.node, slot) for slot in placement.slots)
+
+
+def is_lent(placement: InstancePlacement, plan: Plan) -> bool:
+    """Whether training has every slot of the instance under `plan`."""
+    lent = core_slots(plan.train).union(*map(hybrid_slots, plan.hybrids))
+    return server_slots(placement) <= lent
 
 
 def hybrid_slots(placement: HybridPlacement) -> frozenset[Slot]:

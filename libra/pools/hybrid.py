@@ -43,6 +43,9 @@ class Hybrid(msgspec.Struct, frozen=True, kw_only=True):
 
     replica_id: ReplicaId
     state: HybridState = HybridState.JOINING
+    has_devices: bool = True
+    """False: its processes come up as far as they can, and wait for them."""
+
     is_ready: bool = False
     """Its processes have built the model."""
 
@@ -63,6 +66,13 @@ class Hybrid(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartReplica(msgspec.Struct, frozen=True, tag=True):
+    replica_id: ReplicaId
+    has_devices: bool = True
+
+
+class GiveDevices(msgspec.Struct, frozen=True, tag=True):
+    """Let a replica that waits for its devices go on."""
+
     replica_id: ReplicaId
 
 
@@ -114,7 +124,7 @@ class Left(msgspec.Struct, frozen=True, tag=True):
     replica_id: ReplicaId
 
 
-Command: TypeAlias = StartReplica | StopReplica | TakeSnapshot | Join | Follow
+Command: TypeAlias = StartReplica | GiveDevices | StopReplica | TakeSnapshot | Join | Follow
 News: TypeAlias = Joined | Lost | Left
 Commands: TypeAlias = tuple[Command | News, ...]
 
@@ -165,12 +175,25 @@ class HybridPool:
     def ids_in(self, *states: HybridState) -> tuple[ReplicaId, ...]:
         return tuple(it.replica_id for it in self._hybrids.values() if it.state in states)
 
+    def on_warm(self, replica_id: ReplicaId) -> Commands:
+        """A new replica is to come up as far as it can without its devices."""
+        return self._new(replica_id, has_devices=False)
+
     def on_attach(self, replica_id: ReplicaId) -> Commands:
-        """A new replica is wanted."""
+        """A new replica is wanted, or one that waits for its devices may have them."""
+        hybrid = self._hybrids.get(replica_id)
+        if hybrid is None or hybrid.has_devices:
+            return self._new(replica_id, has_devices=True)
+        if hybrid.state is not HybridState.JOINING:
+            return ()  # it was lost meanwhile, which is said when its processes are gone
+        self._set(msgspec.structs.replace(hybrid, has_devices=True))
+        return (GiveDevices(replica_id),)
+
+    def _new(self, replica_id: ReplicaId, *, has_devices: bool) -> Commands:
         if replica_id in self._hybrids:
             raise InvariantError(f"{replica_id} has been there before")
-        self._hybrids[replica_id] = Hybrid(replica_id=replica_id)
-        return (StartReplica(replica_id),)
+        self._hybrids[replica_id] = Hybrid(replica_id=replica_id, has_devices=has_devices)
+        return (StartReplica(replica_id, has_devices),)
 
     def on_detach(self, replica_id: ReplicaId) -> Commands:
         """It is to leave: with the next step it is no member any more. Asking again is no harm."""

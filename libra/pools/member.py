@@ -18,6 +18,12 @@ class MemberState(Enum):
     STALE = "stale"
     """Answers, but not (known to be) at the committed version: never routed to."""
 
+    ASLEEP = "asleep"
+    """It gave its devices to training and waits for them: no weights, no requests, no version."""
+
+    WAKING = "waking"
+    """It is taking its devices back; what it answers with then is still to be loaded."""
+
     RELOADING = "reloading"
     SERVING = "serving"
     """At the committed version; the only state that is routed to."""
@@ -45,7 +51,12 @@ LEGAL_MOVES: dict[MemberState, frozenset[MemberState]] = {
     MemberState.WARMING: _ENDS | {MemberState.STARTING},
     MemberState.STARTING: _ENDS | {MemberState.STALE},
     # A process that answers may come to answer in another way, turn out broken, or end.
-    **{state: (ANSWERING - {state}) | _ENDS | {MemberState.QUARANTINED} for state in ANSWERING},
+    **{
+        state: (ANSWERING - {state}) | _ENDS | {MemberState.QUARANTINED, MemberState.ASLEEP}
+        for state in ANSWERING
+    },
+    MemberState.ASLEEP: _ENDS | {MemberState.WAKING},
+    MemberState.WAKING: _ENDS | {MemberState.STALE},
     MemberState.QUARANTINED: _ENDS | {MemberState.RELOADING},
     MemberState.RESTARTING: frozenset({MemberState.STARTING, MemberState.GONE}),
     MemberState.GONE: frozenset(),

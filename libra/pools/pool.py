@@ -58,13 +58,24 @@ class RolloutPool:
 
     @property
     def num_possible_gpus(self) -> int:
-        """GPUs that serve now or may serve again.
+        """GPUs that serve now or may serve again without another change of the plan.
 
         Those of a member that is warming count once nobody else is left to have them.
         """
-        there = [m for m in self._members.values() if m.state is not MemberState.GONE]
+        away = (MemberState.GONE, MemberState.ASLEEP)
+        there = [m for m in self._members.values() if m.state not in away]
         have = {m.instance_id for m in there if m.state is not MemberState.WARMING}
         return sum(m.num_gpus for m in there if m.instance_id in have or not (m.waits_for & have))
+
+    @property
+    def is_lent_out(self) -> bool:
+        """True when nobody is to stay: nothing serves before another member has come."""
+        return all(m.is_leaving_plan or m.state is MemberState.GONE for m in self.members)
+
+    @property
+    def has_answering(self) -> bool:
+        """Whether somebody answers who is to stay."""
+        return any(m.state in ANSWERING and not m.is_leaving_plan for m in self.members)
 
     @property
     def answering_ids(self) -> tuple[InstanceId, ...]:
@@ -74,7 +85,7 @@ class RolloutPool:
     @property
     def is_settled(self) -> bool:
         """True when no member is on its way up."""
-        return not self.ids_in(MemberState.STARTING, MemberState.RESTARTING)
+        return not self.ids_in(*COMING)
 
     def add(
         self,
@@ -131,7 +142,7 @@ class RolloutPool:
     def on_answering(self, instance_id: InstanceId, *, now: float) -> None:
         """The process answers; which weights it holds still has to be shown."""
         member = self._members[instance_id]
-        if member.state is MemberState.STARTING:
+        if member.state in (MemberState.STARTING, MemberState.WAKING):
             self._set(moved(member, MemberState.STALE, now=now))
 
     def on_reload_begun(self, instance_id: InstanceId, *, now: float) -> None:
@@ -271,15 +282,40 @@ class RolloutPool:
         self._set(member)
         return member.state is MemberState.SERVING
 
+    def on_asleep(self, instance_id: InstanceId, *, now: float) -> bool:
+        """It has given its devices back. False when it is in no state to have done so."""
+        member = self._members[instance_id]
+        if member.state not in ANSWERING:
+            return False
+        # Whoever drained it meant a member of the plan, which it is not any more.
+        member = moved(
+            member, MemberState.ASLEEP, now=now, version=None, is_drained_by_operator=False
+        )
+        self._set(member)
+        return True
+
+    def on_wake_wanted(self, instance_id: InstanceId, *, now: float) -> None:
+        """It is part of the plan again, and is told to take its devices back."""
+        member = self._members[instance_id]
+        if member.state is MemberState.ASLEEP:
+            self._set(
+                moved(member, MemberState.WAKING, now=now, is_leaving=False, is_leaving_plan=False)
+            )
+
     def _set(self, member: Member) -> None:
         if member.instance_id not in self._members:
             raise InvariantError(f"{member.instance_id} is not a member of this pool")
         self._members[member.instance_id] = member
 
 
+COMING: Final = (MemberState.STARTING, MemberState.WAKING, MemberState.RESTARTING)
+"""On their way up."""
+
 _UNUSABLE = (
     MemberState.WARMING,
     MemberState.STARTING,
+    MemberState.ASLEEP,
+    MemberState.WAKING,
     MemberState.QUARANTINED,
     MemberState.RESTARTING,
     MemberState.GONE,

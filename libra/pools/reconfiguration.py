@@ -22,7 +22,7 @@ from libra.errors import InvariantError
 from libra.ids import InstanceId, ReplicaId
 from libra.planner.plan import Plan
 from libra.pools.change_order import Rules, Stuck, next_transition
-from libra.pools.ground import WITHOUT_DEVICE, Ground, Stage, plan_on, server_slots
+from libra.pools.ground import WITHOUT_DEVICE, Ground, Stage, is_lent, plan_on, server_slots
 from libra.pools.transition import (
     PHASE_OF,
     Drain,
@@ -38,8 +38,9 @@ from libra.pools.transition import (
 Ending: TypeAlias = Literal["done", "rolled_back", "failed"]
 """The plan wanted is in force; the one before is, and serves; what is left of the one before is."""
 
-Cause: TypeAlias = Literal["decision", "node_lost", "node_back"]
-"""Somebody decided that another plan is better, or a node made it necessary or possible."""
+Cause: TypeAlias = Literal["decision", "node_lost", "node_back", "starved"]
+"""Somebody decided that another plan is better, a node made it necessary or possible, or nothing
+served and the run could not go on without a server."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +60,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     turned_by: str = ""
     cause: Cause = "decision"
     has_way_back: bool = True
-    """False: `old` cannot be in force again, since a node of it is gone."""
+    """False: `old` cannot be in force again, since a node of it is gone, or is of no use, since
+    nothing serves under it."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +138,10 @@ class Reconfiguration:
         """Nothing is in flight there."""
         return self._moved(instance_id, Stage.DRAINING, Stage.DRAINED, now)
 
+    def on_asleep(self, instance_id: InstanceId, *, now: float) -> tuple[Transition, ...]:
+        """It has given its devices back, and is there for later."""
+        return self._moved(instance_id, Stage.FALLING_ASLEEP, Stage.ASLEEP, now)
+
     def on_gone(self, instance_id: InstanceId, *, now: float) -> tuple[Transition, ...]:
         """It has ended, and its devices are free."""
         self.ground = self.ground.without((instance_id,))
@@ -146,9 +152,9 @@ class Reconfiguration:
         server = self.ground.find(instance_id)
         if server is None:
             return ()
-        has_device = server.stage not in WITHOUT_DEVICE
-        held = server_slots(server.placement) if has_device else frozenset()
-        lost = self.ground.lost | held
+        if server.stage in WITHOUT_DEVICE:
+            return self.on_gone(instance_id, now=now)  # it stands in nobody's way
+        lost = self.ground.lost | server_slots(server.placement)
         self.ground = msgspec.structs.replace(self.ground.without((instance_id,)), lost=lost)
         return self._failed(f"{instance_id} cannot be ended", now)
 
@@ -197,6 +203,11 @@ class Reconfiguration:
             return ()
         return self._failed(f"the trainer did not come up: {reason}", now)
 
+    def on_hybrid_warm(self, replica_id: ReplicaId, *, now: float) -> tuple[Transition, ...]:
+        """Its processes wait for their devices."""
+        self.ground = self.ground.with_warm_hybrid(replica_id)
+        return self._advance(now)
+
     def on_hybrid_joined(self, replica_id: ReplicaId, *, now: float) -> tuple[Transition, ...]:
         for hybrid in self.ground.hybrids:
             if hybrid.placement.replica_id == replica_id:
@@ -223,6 +234,12 @@ class Reconfiguration:
     def excuse(self, *, now: float) -> None:
         """Nobody can be late now: a node that the change needs is away."""
         self._current_since = now
+
+    def on_starved(self, reason: str, *, now: float) -> tuple[Transition, ...]:
+        """The run needs a server at once, and the plan wanted has none."""
+        if self.order.is_turned or not self.order.has_way_back or self.result is not None:
+            return ()
+        return self._failed(reason, now)
 
     def on_tick(self, *, now: float) -> tuple[Transition, ...]:
         """Turn round, or give up on the way back, when a wait takes too long."""
@@ -336,6 +353,11 @@ class Reconfiguration:
             last.append(Undrain(kept))
         if self.ground.is_hold_wanted:
             last.append(ReleaseStep())
+        plan = plan_on(self.ground, self._target)
+        # Nobody leads back to those whose slots training does not get.
+        asleep = [it for it in self.ground.servers if it.stage is Stage.ASLEEP]
+        if idle := tuple(it.instance_id for it in asleep if not is_lent(it.placement, plan)):
+            last.append(Stop(idle))
         for transition in last:
             self._order(transition, now)
             self._close(now)

@@ -21,12 +21,14 @@ class Warm(msgspec.Struct, frozen=True, tag=True):
     """Start processes up to the point where each needs its device."""
 
     placements: tuple[InstancePlacement, ...]
+    replicas: tuple[HybridPlacement, ...] = ()
 
 
 class AwaitWarm(msgspec.Struct, frozen=True, tag=True):
     """Until they wait for their devices."""
 
     instance_ids: tuple[InstanceId, ...]
+    replica_ids: tuple[ReplicaId, ...] = ()
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -61,6 +63,18 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     instance_ids: tuple[InstanceId, ...]
 
 
+class Sleep(msgspec.Struct, frozen=True, tag=True):
+    """Have them give their devices back and stay; until they have, or have ended instead."""
+
+    instance_ids: tuple[InstanceId, ...]
+
+
+class Wake(msgspec.Struct, frozen=True, tag=True):
+    """Let sleeping servers have their devices again."""
+
+    instance_ids: tuple[InstanceId, ...]
+
+
 class HoldStep(msgspec.Struct, frozen=True, tag=True):
     """Until the trainer stands at a step boundary; it goes on with `ReleaseStep`."""
 
@@ -72,7 +86,7 @@ class ReshapeTraining(msgspec.Struct, frozen=True, tag=True):
 
 
 class AttachHybrid(msgspec.Struct, frozen=True, tag=True):
-    """Until the replicas are members."""
+    """Start replicas, those that are warm by letting them go on; until they are members."""
 
     placements: tuple[HybridPlacement, ...]
 
@@ -95,6 +109,8 @@ Transition: TypeAlias = (
     | Drain
     | Undrain
     | Stop
+    | Sleep
+    | Wake
     | HoldStep
     | ReshapeTraining
     | AttachHybrid
@@ -110,6 +126,8 @@ PHASE_OF: dict[type, str] = {
     Drain: "drain",
     Undrain: "start",
     Stop: "stop",
+    Sleep: "sleep",
+    Wake: "start",
     HoldStep: "hold",
     ReshapeTraining: "reshape",
     AttachHybrid: "join",
@@ -122,7 +140,9 @@ PHASE_OF: dict[type, str] = {
 def begun(ground: Ground, transition: Transition) -> Ground:  # noqa: C901, PLR0911, PLR0912 - a table
     """The ground once `transition` has been ordered."""
     match transition:
-        case Warm(placements):
+        case Warm(placements, replicas):
+            for replica in replicas:
+                ground = ground.with_hybrid(replica, is_member=False, waits=Stage.WARMING)
             return ground.joined_by(placements, Stage.WARMING)
         case Start(placements):
             return ground.joined_by(placements, Stage.STARTING)
@@ -137,6 +157,10 @@ def begun(ground: Ground, transition: Transition) -> Ground:  # noqa: C901, PLR0
             doomed = set(instance_ids)
             cold = doomed & set(ground.ids_in(*WITHOUT_DEVICE))
             return ground.staged(cold, Stage.COOLING).staged(doomed - cold, Stage.STOPPING)
+        case Sleep(instance_ids):
+            return ground.staged(instance_ids, Stage.FALLING_ASLEEP)
+        case Wake(instance_ids):
+            return ground.staged(instance_ids, Stage.STARTING)
         case HoldStep():
             return msgspec.structs.replace(ground, is_hold_wanted=True)
         case ReleaseStep():
@@ -150,7 +174,9 @@ def begun(ground: Ground, transition: Transition) -> Ground:  # noqa: C901, PLR0
         case DetachHybrid(replica_ids):
             for hybrid in ground.hybrids:
                 if hybrid.placement.replica_id in replica_ids:
-                    ground = ground.with_hybrid(hybrid.placement, is_member=False)
+                    ground = ground.with_hybrid(
+                        hybrid.placement, is_member=False, waits=hybrid.waits
+                    )
             return ground
         case _:
             assert_never(transition)
@@ -159,9 +185,11 @@ def begun(ground: Ground, transition: Transition) -> Ground:  # noqa: C901, PLR0
 def ended(ground: Ground, transition: Transition) -> Ground:  # noqa: C901, PLR0911, PLR0912 - a table
     """The ground once `transition` has ended well."""
     match transition:
-        case Warm() | Start() | Undrain() | ReleaseStep():
+        case Warm() | Start() | Wake() | Undrain() | ReleaseStep():
             return ground
-        case AwaitWarm(instance_ids):
+        case AwaitWarm(instance_ids, replica_ids):
+            for replica_id in replica_ids:
+                ground = ground.with_warm_hybrid(replica_id)
             return ground.staged(instance_ids, Stage.WARM)
         case AwaitVersion(instance_ids):
             return ground.staged(instance_ids, Stage.SERVING)
@@ -169,6 +197,8 @@ def ended(ground: Ground, transition: Transition) -> Ground:  # noqa: C901, PLR0
             return ground.staged(instance_ids, Stage.DRAINED)
         case Stop(instance_ids):
             return ground.without(instance_ids)
+        case Sleep(instance_ids):
+            return ground.staged(instance_ids, Stage.ASLEEP)
         case HoldStep():
             return msgspec.structs.replace(ground, is_held=True)
         case ReshapeTraining(placement):
@@ -190,16 +220,19 @@ def ended(ground: Ground, transition: Transition) -> Ground:  # noqa: C901, PLR0
 def is_over(ground: Ground, transition: Transition) -> bool:  # noqa: C901, PLR0911, PLR0912 - a table
     """Whether nothing is left to wait for."""
     match transition:
-        case Warm() | Start() | Undrain() | ReleaseStep():
+        case Warm() | Start() | Wake() | Undrain() | ReleaseStep():
             return True
-        case AwaitWarm(instance_ids):
-            return not set(instance_ids) & set(ground.ids_in(Stage.WARMING))
+        case AwaitWarm(instance_ids, replica_ids):
+            warming = {*ground.ids_in(Stage.WARMING), *ground.replicas_in(Stage.WARMING)}
+            return not {*instance_ids, *replica_ids} & warming
         case AwaitVersion(instance_ids):
             return not set(instance_ids) & set(ground.ids_in(Stage.STARTING))
         case Drain(instance_ids):
             return not set(instance_ids) & set(ground.ids_in(Stage.DRAINING))
         case Stop(instance_ids):
             return not set(instance_ids) & set(ground.ids_in(*Stage))
+        case Sleep(instance_ids):
+            return not set(instance_ids) & set(ground.ids_in(Stage.FALLING_ASLEEP))
         case HoldStep():
             return ground.is_held
         case ReshapeTraining():
@@ -217,10 +250,11 @@ def is_over(ground: Ground, transition: Transition) -> bool:  # noqa: C901, PLR0
 
 def in_words(transition: Transition) -> str:  # noqa: C901, PLR0911, PLR0912 - a table
     match transition:
-        case Warm(placements):
-            return f"warm up {_placed(placements)}"
-        case AwaitWarm(instance_ids):
-            return f"wait until {', '.join(instance_ids)} needs a device"
+        case Warm(placements, replicas):
+            parts = (_placed(placements), *(it.replica_id for it in replicas))
+            return f"warm up {', '.join(filter(None, parts))}"
+        case AwaitWarm(instance_ids, replica_ids):
+            return f"wait until {', '.join((*instance_ids, *replica_ids))} needs a device"
         case Start(placements):
             return f"start {_placed(placements)}"
         case AwaitVersion(instance_ids):
@@ -232,6 +266,10 @@ def in_words(transition: Transition) -> str:  # noqa: C901, PLR0911, PLR0912 - a
             return f"keep {', '.join(instance_ids)}"
         case Stop(instance_ids):
             return f"stop {', '.join(instance_ids)}"
+        case Sleep(instance_ids):
+            return f"put {', '.join(instance_ids)} to sleep"
+        case Wake(instance_ids):
+            return f"wake up {', '.join(instance_ids)}"
         case HoldStep():
             return "hold the trainer at a step boundary"
         case ReshapeTraining(placement):

@@ -87,6 +87,11 @@ class RolloutBuffer:
         self._num_flat_drops = 0
 
     @property
+    def _num_groups(self) -> int:
+        """In a batch."""
+        return self._limits.batch_size // self._limits.n_samples
+
+    @property
     def counts(self) -> Counts:
         return Counts(
             submitted=self._submitted,
@@ -223,6 +228,25 @@ class RolloutBuffer:
             self._dropped["stale"] += len(group.trajectories)
         return sum(len(group.trajectories) for group in stale)
 
+    def num_batches(self, *, version: PolicyVersion) -> int:
+        """Whole batches that complete groups make for policies at `version`, `version` + 1, ..."""
+        waiting, count = self._versions_for(version), 0
+        while len(waiting) >= self._num_groups:
+            count += 1
+            waiting = self._fresh(waiting[self._num_groups :], PolicyVersion(version + count))
+        return count
+
+    def has_batch(self, *, version: PolicyVersion) -> bool:
+        return len(self._versions_for(version)) >= self._num_groups
+
+    def _versions_for(self, version: PolicyVersion) -> list[PolicyVersion]:
+        """Of the complete groups that a policy at `version` may train on, oldest first."""
+        return self._fresh(sorted(it.oldest_version for it in self._complete.values()), version)
+
+    def _fresh(self, oldest: list[PolicyVersion], version: PolicyVersion) -> list[PolicyVersion]:
+        bound = self._limits.max_head_offpolicyness
+        return [it for it in oldest if staleness(consumed_at=version, oldest=it) <= bound]
+
     def take_batch(self, *, version: PolicyVersion) -> tuple[CompleteGroup, ...] | None:
         """One batch of groups for a policy at `version`; None when there are too few.
 
@@ -231,10 +255,9 @@ class RolloutBuffer:
         Groups that are too stale are dropped on the way.
         """
         self.drop_stale(version=version)
-        num_groups = self._limits.batch_size // self._limits.n_samples
-        if len(self._complete) < num_groups:
+        if len(self._complete) < self._num_groups:
             return None
-        return self._taken(num_groups)
+        return self._taken(self._num_groups)
 
     def take_partial(
         self, *, version: PolicyVersion, multiple: int

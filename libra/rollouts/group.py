@@ -30,6 +30,20 @@ class AdmittedGroup(msgspec.Struct, frozen=True):
         return TrajectoryId(f"{self.group_id}/s{sample_index}")
 
 
+def identity_error(trajectory: Trajectory, group: AdmittedGroup, sample_index: int) -> str | None:
+    """What shows that the trajectory is none of this sample; None when it is."""
+    expected = {
+        "trajectory_id": group.trajectory_id(sample_index),
+        "group_id": group.group_id,
+        "prompt_id": group.prompt.prompt_id,
+        "sample_index": sample_index,
+    }
+    for name, value in expected.items():
+        if getattr(trajectory, name) != value:
+            return f"{name} {getattr(trajectory, name)!r:.80}, not {value!r}"
+    return None
+
+
 class CompleteGroup(msgspec.Struct, frozen=True):
     """A group whose every trajectory is finished and scored, in the order of sample_index."""
 

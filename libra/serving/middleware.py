@@ -77,10 +77,12 @@ WEIGHT_ROUTES = frozenset(
 )
 """Routes after which nobody can say which weights answer, until a guarded reload succeeds."""
 
+SLEEP_ROUTE, WAKE_ROUTE = "/sleep", "/wake_up"
+
 MAX_RELOAD_BYTES = 2**24
 """A transfer names every tensor: 100 bytes each, of models with 100 000."""
 
-BAD_REQUEST, UNAUTHORIZED, UNAVAILABLE = 400, 401, 503
+OK, BAD_REQUEST, UNAUTHORIZED, UNAVAILABLE = 200, 400, 401, 503
 POLICY_VIOLATION = 1008
 
 
@@ -151,10 +153,21 @@ class LibraMiddleware:
             case "POST", route if route in COMPLETION_ROUTES:
                 await self._complete(server, scope, receive, send)
             case _:
-                if path in WEIGHT_ROUTES:
-                    server.ledger.void()
-                    server.gate.refuse(f"{path} was called")
-                await self._app(scope, receive, send)
+                await self._pass_on(server, scope, receive, send)
+
+    async def _pass_on(
+        self, server: GuardedServer, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Routes of vLLM itself. After those that touch weights nobody knows what would answer."""
+        path = path_of(scope)
+        if path in WEIGHT_ROUTES:
+            server.ledger.void()
+            server.gate.refuse(f"{path} was called")
+        forward = partial(self._app, scope, receive, _followed(server, scope, send))
+        if path == SLEEP_ROUTE:
+            await server.reload.put_to_sleep(forward)
+        else:
+            await forward()
 
     async def _reload(self, server: GuardedServer, receive: Receive, send: Send) -> None:
         try:
@@ -205,3 +218,16 @@ class LibraMiddleware:
             await send(message)
 
         return send_identified
+
+
+def _followed(server: GuardedServer, scope: Scope, send: Send) -> Send:
+    """Note a call that wakes the engine up; one for a part of its memory leaves it asleep."""
+    if path_of(scope) != WAKE_ROUTE or scope.get("query_string"):
+        return send
+
+    async def send_and_note(message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] == OK:
+            server.reload.on_woken()
+        await send(message)
+
+    return send_and_note

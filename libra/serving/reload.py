@@ -102,6 +102,7 @@ class GuardedReload:
         self._monotonic = monotonic
         self._lock = anyio.Lock()
         self._is_replacing = False
+        self._is_asleep = False
         self._manifest_hash = identity.served_manifest_hash
         self._loaded: Sequence[TensorEntry] | None = None
         self._group_id: str | None = None
@@ -113,6 +114,20 @@ class GuardedReload:
         """True while the engine is paused for new weights: it may not answer then."""
         return self._is_replacing
 
+    async def put_to_sleep(self, forward: Callable[[], Awaitable[None]]) -> None:
+        """Have `forward` tell the engine to sleep, not in the middle of a reload.
+
+        Whatever it answers, nothing is loaded before `on_woken`: into memory that the engine has
+        given back nothing can be written.
+        """
+        async with self._lock:
+            self._is_asleep = True
+            await forward()
+
+    def on_woken(self) -> None:
+        """The engine has all of its memory again."""
+        self._is_asleep = False
+
     async def state(self) -> InstanceState:
         version = self._ledger.version
         # An engine that loads weights answers nothing else until it has them.
@@ -123,6 +138,7 @@ class GuardedReload:
             run_id=self._identity.run_id,
             policy_version=version,
             is_paused=is_paused,
+            is_asleep=self._is_asleep,
             manifest_hash=None if version is None else self._manifest_hash,
         )
 
@@ -210,6 +226,8 @@ class GuardedReload:
             raise RejectedError(
                 f"the request is of run {request.run_id}; this server is of {self._identity.run_id}"
             )
+        if self._is_asleep:
+            raise RejectedError("the engine sleeps: it has no memory for weights")
         if len(request.probe_token_ids) < MIN_PROBE_TOKENS:
             raise RejectedError(f"a probe needs at least {MIN_PROBE_TOKENS} tokens")
         if problem := self._engine.probe_problem(request.probe_token_ids):

@@ -33,6 +33,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--restore", type=Path, help="directory of a complete checkpoint")
     parser.add_argument("--replica", default="", help="name of the hybrid replica, if it is one")
+    parser.add_argument("--waits", action="store_true", help="use no device before TakeDevice")
     options = parser.parse_args(arguments)
     rank = int(environment["RANK"])
     link = None
@@ -81,6 +82,11 @@ def _run(
     from libra.trainer.rank import run_rank
     from libra.trainer.world import leave_world
 
+    if options.waits:
+        from libra.trainer.warm_start import until_device
+
+        if not until_device(config, link, rank=at.rank):
+            return
     spans = _span_writer(config, options, identity)
     is_replica = bool(options.replica)
     run_rank(config, identity, link, spans, restore=options.restore, is_replica=is_replica)

@@ -30,6 +30,7 @@ from libra.wire.rank import (
     SaveCheckpoint,
     SendWeights,
     Shutdown,
+    TakeDevice,
     TrainStep,
 )
 
@@ -50,6 +51,7 @@ MainCommand: TypeAlias = (
     | OpenLanes
     | JoinCore
     | FollowStep
+    | TakeDevice
     | Shutdown
 )
 """What the main thread does, in the order in which it comes."""

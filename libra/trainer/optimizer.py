@@ -1,7 +1,7 @@
 """Megatron's AdamW, stepped only with finite gradients."""
 
 from math import isfinite
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core import optimizer as core_optimizer
@@ -17,8 +17,7 @@ def build_optimizer(model: Any, config: RunConfig) -> Any:
     training, megatron = config.training, config.megatron
     dtype = torch_dtype(training.train_dtype)
     is_torch_adam = not _needs_engine_adam(config)
-    if is_torch_adam:
-        _take_torch_adam()
+    _choose_adam(torch_s=is_torch_adam)
     settings = OptimizerConfig(
         optimizer="adam",
         lr=training.learning_rate,
@@ -53,17 +52,30 @@ def _needs_engine_adam(config: RunConfig) -> bool:
     return is_precise and not megatron.megatron_optimizer_cpu_offload
 
 
-def _take_torch_adam() -> None:
+def _choose_adam(*, torch_s: bool) -> None:
     """Have Megatron take torch's AdamW, also where it could import Transformer Engine's or apex's.
 
     They are no faster than torch's fused one, do not run on the CPU, and their checkpoints would be
     others.
     """
-    core_optimizer.Adam = torch.optim.AdamW
-    core_optimizer.USING_PYTORCH_OPTIMIZER = True
-    distrib_optimizer.Adam = torch.optim.Adam
-    distrib_optimizer.HAVE_APEX_OR_TE = False
-    distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
+    for module, name, found in _FOUND_BY_MEGATRON:
+        setattr(module, name, _OF_TORCH[name] if torch_s else found)
+
+
+_OF_TORCH: Final = {
+    "Adam": torch.optim.AdamW,
+    "USING_PYTORCH_OPTIMIZER": True,
+    "HAVE_APEX_OR_TE": False,
+    "USING_TE_OPTIMIZER": False,
+    "USING_APEX_OPTIMIZER": False,
+}
+_FOUND_BY_MEGATRON: Final = [
+    (module, name, getattr(module, name))
+    for module in (core_optimizer, distrib_optimizer)
+    for name in _OF_TORCH
+    if hasattr(module, name)
+]
+"""What each of Megatron's modules has imported, and has concluded from it."""
 
 
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

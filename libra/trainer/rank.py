@@ -32,11 +32,19 @@ from libra.wire.rank import (
     SendWeights,
     Shutdown,
     StepTrained,
+    TakeDevice,
     TrainStep,
 )
 
 WorkCommand: TypeAlias = (
-    TrainStep | ExportWeights | OfferWeights | SendWeights | OpenLanes | JoinCore | FollowStep
+    TrainStep
+    | ExportWeights
+    | OfferWeights
+    | SendWeights
+    | OpenLanes
+    | JoinCore
+    | FollowStep
+    | TakeDevice
 )
 
 HEARTBEAT_EVERY_S = 0.25
@@ -145,8 +153,8 @@ def _begin_save(
     behind: BackgroundWork,
 ) -> None:
     """Take the state, say so, and leave the writing to a thread, which says when it is done."""
-    # The ranks agree on files one checkpoint at a time.
-    behind.wait()
+    # Before the state is taken: one that is written and one that waits are in memory at most.
+    behind.make_room()
     with spans.span(Phase.SAVE_CHECKPOINT, step=command.step):
         staged = stage_checkpoint(trainer, command)
     link.send(SaveBegun(rank=trainer.world.at.rank, step=command.step))
@@ -190,7 +198,7 @@ def _verdict(
     return judge(command, sent.probe, config, checksum=sent.checksum)
 
 
-def _answer(
+def _answer(  # noqa: C901, PLR0912 - a table
     trainer: Trainer, transfers: Transfers, command: WorkCommand, spans: SpanWriter
 ) -> RankEvent | None:
     """Obey one command; returns what to tell the supervisor, if anything."""
@@ -218,6 +226,8 @@ def _answer(
             return trainer.learner.exchange.open(command)
         case JoinCore() | FollowStep():
             return _obey_as_replica(trainer, command, spans)
+        case TakeDevice():
+            raise InvariantError(f"rank {rank} has its device already")
         case _:
             assert_never(command)
 

@@ -178,6 +178,8 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
 
     is_paused: bool
     manifest_hash: str | None
+    is_asleep: bool = False
+    """Its engine has given its device's memory back: nothing can be loaded."""
 
 
 class OpenRequests(msgspec.Struct, frozen=True, kw_only=True):

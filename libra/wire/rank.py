@@ -124,6 +124,10 @@ class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
     """Opaque to the trainer; stored as `rollout_state.msgpack` beside the shards."""
 
 
+class TakeDevice(msgspec.Struct, frozen=True, tag=True):
+    """The device is free: a rank that has said RankWarm goes on."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Leave cleanly with exit code 0."""
 
@@ -141,6 +145,7 @@ RankCommand: TypeAlias = (
     | OpenLanes
     | JoinCore
     | FollowStep
+    | TakeDevice
     | Shutdown
 )
 
@@ -164,6 +169,12 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     gang: str = "trainer"
     """Of which ranks it is one: the core's or a hybrid replica's, by name of the child."""
+
+
+class RankWarm(msgspec.Struct, frozen=True, tag=True):
+    """A rank that was started before its device is free needs it now: it waits for TakeDevice."""
+
+    rank: int
 
 
 class ModelReady(msgspec.Struct, frozen=True, tag=True):
@@ -322,6 +333,7 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 RankEvent: TypeAlias = (
     Hello
+    | RankWarm
     | ModelReady
     | RecomputeProbed
     | Heartbeat

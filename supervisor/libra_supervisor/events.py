@@ -17,6 +17,7 @@ from libra.ids import (
     ReplicaId,
 )
 from libra.planner.plan import Plan
+from libra.pools.reconfiguration import Cause
 from libra.rollouts.trajectory import SampleFailed, Trajectory
 from libra.wire.instance import InstanceState, ReloadAck, WeightsReceipt
 from libra.wire.rank import RankEvent
@@ -228,6 +229,20 @@ class InstanceWarmed(msgspec.Struct, frozen=True, tag=True):
     instance_id: InstanceId
 
 
+class InstanceAsleep(msgspec.Struct, frozen=True, tag=True):
+    """A server has given its devices back and is there for later."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+
+
+class InstanceWoken(msgspec.Struct, frozen=True, tag=True):
+    """A server has its devices again; its weights are still to be loaded."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+
+
 class InstanceRetired(msgspec.Struct, frozen=True, tag=True):
     """A server has ended for good."""
 
@@ -305,6 +320,12 @@ class ReconfigurationWanted(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class HybridWarmed(msgspec.Struct, frozen=True, tag=True):
+    """A replica without devices has come as far as it can."""
+
+    replica_id: ReplicaId
+
+
 class HybridJoined(msgspec.Struct, frozen=True, tag=True):
     """A replica holds what the core holds, bit for bit, and contributes from the next step on."""
 
@@ -356,6 +377,7 @@ class ReconfigurationEnded(msgspec.Struct, frozen=True, tag=True):
     """Seconds by kind of transition."""
 
     reason: str
+    cause: Cause = "decision"
 
 
 # Nodes
@@ -415,6 +437,8 @@ Event: TypeAlias = (
     | InstanceDoubted
     | InstanceDrained
     | InstanceWarmed
+    | InstanceAsleep
+    | InstanceWoken
     | InstanceRetired
     | ExportChecked
     | ReloadAnswered
@@ -425,6 +449,7 @@ Event: TypeAlias = (
     | ReplicaReady
     | ReplicaSaid
     | ReplicaDown
+    | HybridWarmed
     | HybridJoined
     | HybridLost
     | HybridLeft

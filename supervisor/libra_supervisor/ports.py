@@ -29,8 +29,11 @@ class Ranks(Protocol):
 class Replicas(Protocol):
     """The gangs of hybrid replicas. A message for one that has ended is dropped."""
 
-    def start(self, placement: HybridPlacement) -> None:
-        """ReplicaReady says when it has its model, ReplicaDown when all of it is gone."""
+    def start(self, placement: HybridPlacement, *, has_devices: bool) -> None:
+        """ReplicaReady says when it has its model, ReplicaDown when all of it is gone.
+
+        Without devices its ranks wait for TakeDevice, which HybridWarmed says.
+        """
 
     def stop(self, replica_id: ReplicaId) -> None: ...
 
@@ -97,6 +100,18 @@ class Engines(Protocol):
 
     def retire(self, instance_id: InstanceId) -> None:
         """End a server for good; InstanceRetired says when its devices are free."""
+
+    def sleep(self, instance_id: InstanceId) -> None:
+        """Have an idle server give its devices back: InstanceAsleep says when it has.
+
+        One that does not within the time of a stall is retired.
+        """
+
+    def wake(self, instance_id: InstanceId) -> None:
+        """Have it take them again: InstanceWoken says when it has.
+
+        One that does not is replaced by a new process.
+        """
 
 
 class Rollouts(Protocol):

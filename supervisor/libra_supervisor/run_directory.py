@@ -162,21 +162,32 @@ class Holder(msgspec.Struct, frozen=True):
     host: str
 
 
+class DirectoryHeldError(SiteError):
+    """Another supervisor has the directory."""
+
+    def __init__(self, message: str, holder: Holder | None) -> None:
+        super().__init__(message)
+        self.holder = holder
+        """None when it has not said yet who it is."""
+
+
 @contextmanager
 def held(directory: RunDirectory) -> Iterator[None]:
     """Hold the run directory for as long as the block runs.
 
-    Raises SiteError naming the holder when another supervisor has it. The kernel drops the lock
-    when the process ends, however it ends.
+    Raises DirectoryHeldError when another supervisor has it. The kernel drops the lock when the
+    process ends, however it ends.
     """
     descriptor = os.open(directory.root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SiteError(
-                f"{directory.root} is in use by {_describe_holder(descriptor)}; stop it first "
-                f"(libra-supervisor stop --run-dir {directory.root}) or choose another --run-dir"
+            holder = _holder_in(descriptor)
+            raise DirectoryHeldError(
+                f"{directory.root} is in use by {in_words(holder)}; stop it first "
+                f"(libra-supervisor stop --run-dir {directory.root}) or choose another --run-dir",
+                holder,
             ) from None
         os.ftruncate(descriptor, 0)
         holder = Holder(pid=os.getpid(), host=os.uname().nodename)
@@ -196,7 +207,7 @@ def holder_of(directory: RunDirectory) -> str | None:
         holder = msgspec.json.decode(path.read_bytes(), type=Holder)
     except (OSError, msgspec.DecodeError):
         return None
-    return _in_words(holder) if _has_open(holder.pid, path) else None
+    return in_words(holder) if _has_open(holder.pid, path) else None
 
 
 def _make(root: Path) -> bool:
@@ -217,13 +228,14 @@ def _has_open(pid: int, path: Path) -> bool:
         return False
 
 
-def _describe_holder(descriptor: int) -> str:
+def _holder_in(descriptor: int) -> Holder | None:
     try:
-        holder = msgspec.json.decode(os.pread(descriptor, 4096, 0), type=Holder)
+        return msgspec.json.decode(os.pread(descriptor, 4096, 0), type=Holder)
     except msgspec.DecodeError:
+        return None
+
+
+def in_words(holder: Holder | None) -> str:
+    if holder is None:
         return "another libra-supervisor"
-    return _in_words(holder)
-
-
-def _in_words(holder: Holder) -> str:
     return f"libra-supervisor pid {holder.pid} on {holder.host}"

@@ -170,7 +170,9 @@ async def loop(trainer: Trainer, rows: list[dict], url: str, options: argparse.N
     parts: dict[str, list[float]] = {}
     draw = random.Random(0)
     async with aiohttp.ClientSession(
-        url, timeout=aiohttp.ClientTimeout(None), connector=aiohttp.TCPConnector(limit=0)
+        url,
+        timeout=aiohttp.ClientTimeout(None),
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
     ) as session:
         await until_ready(session)
         rewards = []

@@ -12,6 +12,7 @@ from libra.errors import InvariantError
 from libra.ids import ReplicaId
 from libra.pools.hybrid import (
     Follow,
+    GiveDevices,
     HybridPool,
     HybridState,
     Join,
@@ -30,7 +31,8 @@ ON_THE_WAY = (HybridState.JOINING, HybridState.CATCHING_UP)
 class Replica:
     """What a replica's processes would do."""
 
-    def __init__(self):
+    def __init__(self, *, has_devices):
+        self.has_devices = has_devices
         self.orders = []
         self.at = None
         self.is_told_to_stop = False
@@ -51,11 +53,15 @@ class Pools(RuleBasedStateMachine):
         self.memberships = {}
         self.count = 0
 
-    def obey(self, commands):
+    def obey(self, commands):  # noqa: C901 - a table
         for command in commands:
             match command:
-                case StartReplica(replica_id):
-                    self.replicas[replica_id] = Replica()
+                case StartReplica(replica_id, has_devices):
+                    self.replicas[replica_id] = Replica(has_devices=has_devices)
+                case GiveDevices(replica_id):
+                    assert not self.replicas[replica_id].has_devices
+                    assert not self.replicas[replica_id].is_told_to_stop
+                    self.replicas[replica_id].has_devices = True
                 case StopReplica(replica_id):
                     assert not self.replicas[replica_id].is_told_to_stop
                     self.replicas[replica_id].is_told_to_stop = True
@@ -85,10 +91,28 @@ class Pools(RuleBasedStateMachine):
         with pytest.raises(InvariantError, match="has been there"):
             self.pool.on_attach(replica_id)
 
-    @precondition(lambda self: self.replicas)
+    @rule()
+    def warm(self):
+        replica_id = ReplicaId(f"hybrid-{self.count}")
+        self.count += 1
+        self.obey(self.pool.on_warm(replica_id))
+        assert not self.replicas[replica_id].has_devices
+
+    @precondition(lambda self: any(not it.has_devices for it in self.replicas.values()))
+    @rule(data=st.data())
+    def give_devices(self, data):
+        waiting = sorted(name for name, it in self.replicas.items() if not it.has_devices)
+        replica_id = data.draw(st.sampled_from(waiting))
+        is_leaving = self.replicas[replica_id].is_told_to_stop
+        self.obey(self.pool.on_attach(replica_id))
+        gone = self.pool[replica_id].state in (HybridState.LEAVING, HybridState.GONE)
+        assert self.replicas[replica_id].has_devices is not (is_leaving or gone)
+
+    @precondition(lambda self: any(it.has_devices for it in self.replicas.values()))
     @rule(data=st.data())
     def ready(self, data):
-        replica_id = data.draw(st.sampled_from(sorted(self.replicas)))
+        with_devices = sorted(name for name, it in self.replicas.items() if it.has_devices)
+        replica_id = data.draw(st.sampled_from(with_devices))
         self.pool.on_ready(replica_id, now=self.now)
 
     @rule(is_saving=st.booleans())

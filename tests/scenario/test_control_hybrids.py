@@ -65,6 +65,31 @@ def test_a_replica_joins_contributes_and_leaves(seed):
     assert not world.snapshots
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_replica_that_was_warm_joins_once_it_has_its_devices(seed):
+    world, rng = booted(total_steps=40), Random(seed)
+    name = world.warm()
+    for _ in range(300):
+        obey_one(world, rng)
+        world.step(rng)
+    hybrid = world.hybrids.pool[name]
+    assert (hybrid.state, hybrid.is_ready, hybrid.snapshot) == (HybridState.JOINING, False, None)
+    assert world.hybrids.present == (), "it holds no device yet"
+    world.give_devices(name)
+    assert [it.replica_id for it in world.hybrids.present] == [name]
+    run_on(world, rng, lambda: any(name in it for it in world.members_of.values()))
+
+
+def test_a_replica_that_was_lost_while_it_was_warm_gets_no_devices():
+    world, rng = booted(total_steps=40), Random(3)
+    name = world.warm()
+    placement = world.replicas[name].placement
+    world.lose_gang()
+    assert state_of(world, name) is HybridState.LEAVING
+    assert world.hybrids.attach(placement) == ()
+    run_on(world, rng, lambda: ("hybrid_lost", name) in world.news)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_happens_to_replicas_the_core_takes_every_step(seed):
     world, rng = booted(total_steps=30, save_interval=3), Random(seed)
@@ -85,12 +110,16 @@ def test_whatever_happens_to_replicas_the_core_takes_every_step(seed):
     assert len(ends) == len(set(ends))
 
 
-def disturb(world, rng):
+def disturb(world, rng):  # noqa: C901 - a table
     """One of the many things that can go wrong, now and then."""
     living = sorted(world.replicas)
     chance = rng.random()
     if chance < 0.01 and len(living) < 3:
-        world.attach()
+        world.attach() if chance < 0.005 else world.warm()
+    elif living and chance < 0.0115:
+        name = rng.choice(living)
+        if not world.hybrids.pool[name].has_devices:
+            world.give_devices(name)
     elif living and chance < 0.013:
         world.kill(rng.choice(living))
     elif living and chance < 0.016:
@@ -176,6 +205,20 @@ def test_in_mode_none_servers_that_answered_before_the_trainer_are_routed_to():
     run_on(world, rng, lambda: world.ended is not None)
     assert world.ended.exit_code == 0
     assert not world.published
+
+
+def test_a_replica_that_left_while_the_lanes_were_opened_is_not_told_to_join():
+    world = HybridWorld()
+    desk = world.hybrids
+    desk.on_core_begins(1)
+    name = world.attach()
+    desk.on_core_ready()
+    desk.on_replica_ready(name, now=0.0)
+    desk.on_boundary(0, is_saving=False)
+    desk.on_snapshot_saved(0)
+    assert commands.StopReplica(name) in desk.detach(name)
+    told = [desk.on_lane_opened(LaneOpened(k, k, LaneAddress(), None)).commands for k in (0, 1)]
+    assert told == [(), ()]
 
 
 def test_a_replica_that_waited_for_the_lanes_of_a_lost_core_is_not_sent_to_the_next():

@@ -7,108 +7,29 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_world import RandomWorld, plan_of
-from libra.config.model import ModelConfig
-from libra.config.planning import PlannerConfig
-from libra.config.run import RunConfig
-from libra.config.training import TrainingConfig
+from control_world import plan_of
+from elastic_world import (
+    IDS,
+    TIMEOUT_S,
+    a_step_is_trained,
+    elastic,
+    plan,
+    records,
+    resumed,
+    run_out,
+    spent_on,
+    strike,
+    until,
+    want,
+)
 from libra.ids import InstanceId, ReplicaId, SlotId
-from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, TrainPlacement
-from libra.pools.change_policy import policy_of
+from libra.planner.plan import InstancePlacement
 from libra.pools.member import MemberState
 from libra.pools.reconfiguration import Order
 from libra_supervisor import events
 from libra_supervisor.app.operator import waiting_for
-from libra_supervisor.loop.plan_desk import PlanDesk
 from libra_supervisor.loop.plan_memory import PlanMemory
 from metrics_source import trained_collector
-
-IDS = [InstanceId("vllm-0"), InstanceId("vllm-1")]
-TIMEOUT_S = 50.0
-OPTIONS = {
-    "runtime_dynamic_reconfiguration_enabled": True,
-    "runtime_reconfigure_training": True,
-    "runtime_cluster_swap_enabled": True,
-    "runtime_reconfigure_timeout_s": TIMEOUT_S,
-}
-
-
-class Replicas:
-    """A desk of replicas that does as it is told, some time later."""
-
-    def __init__(self) -> None:
-        self.world: RandomWorld | None = None
-        self.members: set[ReplicaId] = set()
-        self.joins = True
-
-    def attach(self, placement):
-        self.members.add(placement.replica_id)
-        if self.joins:
-            self.world.pending.append(events.HybridJoined(placement.replica_id))
-        return ()
-
-    def detach(self, replica_id):
-        self.members.discard(replica_id)
-        self.world.pending.append(events.HybridLeft(replica_id))
-        return ()
-
-
-def elastic(*, total_steps=6, method="inplace", **options) -> RandomWorld:
-    planner = msgspec.convert({**OPTIONS, **options}, PlannerConfig)
-    config = RunConfig(
-        model=ModelConfig(model_path="m"),
-        training=TrainingConfig(batch_size=4, micro_batch_size=1),
-    )
-    replicas = Replicas()
-    desk = PlanDesk(plan_of(IDS), policy_of(planner, num_slots=6), config=config, hybrids=replicas)
-    world = RandomWorld(total_steps=total_steps, save_interval=1, plans=desk, reload_method=method)
-    replicas.world = world
-    world.replicas = replicas
-    world.boot()
-    return world
-
-
-def plan(train_slots, instance_slots, hybrid_slots=()) -> Plan:
-    return Plan(
-        strategy="grp",
-        train=TrainPlacement(
-            tp=1, pp=1, cp=1, ep=1, dp=len(train_slots), slots=tuple(map(SlotId, train_slots))
-        ),
-        instances=tuple(
-            InstancePlacement(instance_id=InstanceId(f"x-{s}"), tp=1, slots=(SlotId(s),))
-            for s in instance_slots
-        ),
-        hybrids=tuple(
-            HybridPlacement(replica_id=ReplicaId(f"h-{s}"), slots=(SlotId(s),))
-            for s in hybrid_slots
-        ),
-    )
-
-
-def want(world, wanted, decision_id=1):
-    world.post(events.ReconfigurationWanted(decision_id, wanted, "test"))
-
-
-def until(world, rng, condition):
-    for _ in range(5000):
-        if condition(world):
-            return
-        assert world.step(rng), "nothing is left to happen"
-    raise AssertionError("it never came to that")
-
-
-def records(world):
-    return [it.record for it in world.reconfigurations]
-
-
-def spent_on(record):
-    """What children did, by name; never longer than the change took."""
-    assert all(0 < sum(it.values()) <= record.total_s + 1e-9 for it in record.stages.values())
-    return {child: sorted(stages) for child, stages in sorted(record.stages.items())}
-
-
-def a_step_is_trained(world):
-    return len(world.trained) > 0
 
 
 def test_an_instance_joins_at_the_committed_version_and_one_leaves_after_its_requests():
@@ -314,27 +235,34 @@ WANTED = [
     plan([2], [0, 1], [3, 4]),
     plan([2, 3], [0], [1, 4]),
 ]
+STRATEGIES = ["diff", "restart_all", "blue_green", "cluster_swap"]
+WAYS = [
+    *((method, it, "stop") for method in ("inplace", "restart") for it in STRATEGIES),
+    *(("inplace", it, "sleep") for it in ("diff", "cluster_swap")),
+]
+"""(reload method, strategy, what becomes of lent servers) that a configuration may have."""
 
 
 @given(
     seed=st.integers(0, 2**32),
     wanted=st.lists(st.tuples(st.integers(1, 80), st.sampled_from(WANTED)), min_size=1, max_size=4),
     faults=st.lists(
-        st.tuples(st.integers(1, 80), st.sampled_from(["kill", "gang", "hang", "wait"])),
+        st.tuples(st.integers(1, 80), st.sampled_from(["kill", "gang", "hang", "wait", "sleep"])),
         max_size=4,
     ),
-    strategy=st.sampled_from(["diff", "restart_all", "blue_green", "cluster_swap"]),
+    way=st.sampled_from(WAYS),
     drains=st.booleans(),
-    method=st.sampled_from(["inplace", "restart"]),
 )
 @settings(max_examples=150, deadline=None)
 def test_whatever_is_wanted_and_whatever_dies_every_step_is_trained(
-    seed, wanted, faults, strategy, drains, method
+    seed, wanted, faults, way, drains
 ):
     rng = Random(seed)
+    method, strategy, lent = way
     world = elastic(
         method=method,
         runtime_rollout_reconfigure_strategy=strategy,
+        runtime_lent_servers=lent,
         runtime_drain_before_reconfigure=drains,
     )
     doings = [(wait, "want", it) for wait, it in wanted] + [(w, it, None) for w, it in faults]
@@ -357,46 +285,6 @@ def test_whatever_is_wanted_and_whatever_dies_every_step_is_trained(
     assert world.ended.exit_code == 0
     assert {step for _, step, _ in world.trained} == set(range(1, 7))
     assert [w.record.step for w in world.written][-1] == 6
-
-
-def run_out(world, rng):
-    """Let everything happen, and time pass when nothing does."""
-    for _ in range(200):
-        while world.step(rng):
-            pass
-        if world.ended is not None:
-            return
-        world.now += TIMEOUT_S
-        world.post(events.Ticked())
-
-
-def strike(world, rng, fault):
-    if fault == "gang":
-        world.lose_gang()
-    elif fault == "wait":
-        world.now += TIMEOUT_S
-        world.post(events.Ticked())
-    elif world.processes:
-        instance_id = rng.choice(sorted(world.processes))
-        if fault == "hang":
-            world.suspect_process(instance_id)
-        world.kill_process(instance_id)
-
-
-def resumed(world, memory) -> RandomWorld:
-    """The same run under another supervisor, which knows what the first one kept."""
-    replicas = Replicas()
-    desk = PlanDesk(
-        memory.to_start_with(min_rollout_gpus=1),
-        world.control.plans.policy,
-        config=RunConfig(model=ModelConfig(model_path="m")),
-        memory=memory,
-        hybrids=replicas,
-    )
-    second = replicas.world = RandomWorld(total_steps=3, plans=desk)
-    second.replicas = replicas
-    second.boot()
-    return second
 
 
 def test_what_is_kept_for_a_later_supervisor_is_enough_to_go_on():

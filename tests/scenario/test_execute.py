@@ -66,8 +66,8 @@ class RecordedReplicas:
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def start(self, placement) -> None:
-        self.told.append(("start", placement.replica_id))
+    def start(self, placement, *, has_devices) -> None:
+        self.told.append(("start" if has_devices else "warm", placement.replica_id))
 
     def stop(self, replica_id) -> None:
         self.told.append(("stop", replica_id))

@@ -58,6 +58,10 @@ def hello(node=1, **changes):
     return msgspec.structs.replace(known, **changes)
 
 
+NESTED = b"\x91" * 100_000 + b"\xc0"
+"""Deeper than any decoder goes, inside a field that nobody asked for."""
+
+
 class ToldHands:
     """Notes what it is told and when."""
 
@@ -102,11 +106,15 @@ class Bed:
     def __init__(self, tasks):
         self.tasks, self.news, self.net = tasks, [], FakeNet()
         self.replaced, self.num_looks = False, 0
+        self.post_s, self.is_senseless = 0.0, False
         self.hands = ToldHands()
         self.leader = self.new_leader(charter())
         self.scope = None
 
     async def post(self, event):
+        await clock.sleep(self.post_s)
+        if self.is_senseless and isinstance(event, NodeSaid):
+            raise PeerError("nonsense")
         self.news.append(event)
 
     async def is_replaced(self):
@@ -455,7 +463,8 @@ async def test_an_expelled_node_counts_as_lost_only_after_its_lease():
     async with bed() as it:
         it.start()
         await clock.sleep(5.0)
-        await it.leader.expel(1, "it does not end a process")
+        it.leader.expel(1, "it does not end a process")
+        await clock.sleep(0.001)
         assert it.kinds() == [NodeJoined, NodeSuspected]
         assert not it.leader.has_let_go(1)
         await clock.sleep(1.0)
@@ -468,6 +477,7 @@ async def test_an_expelled_node_counts_as_lost_only_after_its_lease():
     [
         b"", b"\xc1", b"garbage", msgspec.msgpack.encode({"type": "Hello"}),
         msgspec.msgpack.encode(Envelope(0, 0)), msgspec.msgpack.encode(DropRank(1)),
+        b"\x82\xa4type\xa5Hello\xa1x" + NESTED, msgspec.msgpack.encode(hello(host="h" * (1 << 20))),
     ],
 )  # fmt: skip
 async def test_a_first_message_that_is_no_hello_ends_the_connection(message):
@@ -485,16 +495,129 @@ async def test_who_says_nothing_is_not_waited_for():
 
 @pytest.mark.parametrize(
     "envelope",
-    [Envelope(5, 1), Envelope(0, 1, 7, b"x"), Envelope(0, 1, 1, b"no event")],
+    [
+        Envelope(5, 1),
+        Envelope(0, 1, 7, b"x"),
+        Envelope(0, 1, 1, b"no event"),
+        Envelope(0, 1, 1, b"\x82\xa4type\xa7Started\xa1x" + NESTED),
+        b"\x95\x00\x01\x01\xc4\x00" + NESTED,
+        b"",
+        b"\xc1",
+    ],
 )
 async def test_a_member_that_breaks_the_protocol_is_put_out_and_not_the_others(envelope):
     async with bed() as it, it.net.dial() as connection:
         it.start(hello(node=2, boot_id="c"))
         await connection.send(msgspec.msgpack.encode(hello(dial=1)))
         assert await connection.receive() is not None
-        await connection.send(msgspec.msgpack.encode(envelope))
+        await connection.send(
+            envelope if isinstance(envelope, bytes) else msgspec.msgpack.encode(envelope)
+        )
         while await connection.receive() is not None:
             pass
+        await clock.sleep(0.1)
+        if not isinstance(envelope, bytes):
+            assert [type(it) for it in it.news if it.node == 1] == [NodeJoined, NodeSuspected]
         await clock.sleep(TERMS.lost_after_s + 1.0)
         states = {record.node: record.state for record in it.leader.records}
         assert states == {1: NodeState.LOST, 2: NodeState.MEMBER}
+
+
+@pytest.mark.parametrize("reply", [b"", b"\xc1", b"\x82\xa4type\xa7Welcome\xa1x" + NESTED])
+async def test_whoever_answers_like_no_leader_is_dialled_again(reply):
+    async with bed() as it:
+
+        async def stranger(connection):
+            await connection.receive()
+            await connection.send(reply)
+
+        it.net.serve, serve = stranger, it.net.serve
+        it.start()
+        await clock.sleep(5.0)
+        assert it.net.num_dials > 2
+        assert it.hands.words() == []
+        it.net.serve = serve
+        await clock.sleep(8.0)
+        assert it.hands.words() == ["begin"]
+
+
+@pytest.mark.parametrize("body", [b"no command", b"\x82\xa4type\xa8FreePort\xa1x" + NESTED])
+async def test_a_leader_that_says_no_command_is_left_and_joined_anew(body):
+    async with bed() as it:
+        it.start()
+        await clock.sleep(1.0)
+        it.leader.tell(1, replace(0))
+        _, envelope = it.leader._members.put(1, body, now=clock.now())
+        it.leader._outgoing[1].add(envelope)
+        it.leader.tell(1, replace(1))
+        await clock.sleep(3.0)
+        assert it.hands.words() == ["begin", "let go", "begin"]
+        assert it.hands.commands() == [replace(0)]
+        it.leader.tell(1, replace(2))
+        await clock.sleep(1.0)
+        assert it.hands.commands() == [replace(0), replace(2)]
+
+
+async def test_a_member_whose_words_make_no_sense_to_who_hears_them_is_put_out():
+    async with bed() as it:
+        it.start()
+        await clock.sleep(1.0)
+        it.is_senseless = True
+        it.follower.say(word(1))
+        await clock.sleep(0.1)
+        it.is_senseless = False
+        assert it.kinds() == [NodeJoined, NodeSuspected]
+        (suspected,) = [event for event in it.news if isinstance(event, NodeSuspected)]
+        assert suspected.reason == "what it said makes no sense: nonsense"
+        await clock.sleep(5.0)
+        # The same process may begin anew.
+        assert it.kinds() == [NodeJoined, NodeSuspected, NodeLost, NodeJoined]
+
+
+async def test_a_member_that_does_not_take_what_it_is_told_is_suspected_at_once():
+    async with bed() as it:
+        it.leader = it.new_leader(charter(keep=KeepLimits(num_messages=10)))
+        it.start()
+        await clock.sleep(1.0)
+        it.net.is_silent = True
+        for number in range(10):
+            it.leader.tell(1, replace(number))
+        with pytest.raises(PeerError, match="10 messages"):
+            it.leader.tell(1, replace(10))
+        await clock.sleep(0.1)
+        assert it.kinds() == [NodeJoined, NodeSuspected]
+        assert "10 messages" in it.news[-1].reason
+
+
+async def test_news_reach_a_slow_listener_in_order_and_none_is_lost_with_a_connection():
+    async with bed() as it:
+        it.start()
+        await clock.sleep(1.0)
+        it.post_s = 3.0
+        for number in range(3):
+            it.follower.say(word(number))
+        await clock.sleep(1.0)
+        # What has come in is passed on, whatever becomes of the connection.
+        num_received = it.leader.records[0].session.received
+        assert (num_received, it.said()) == (1, [])
+        it.net.cut()
+        await clock.sleep(TERMS.lost_after_s)
+        it.net.mend()
+        it.post_s = 0.0
+        await clock.sleep(30.0)
+        assert it.said() == [word(0)]
+        assert it.kinds() == [NodeJoined, NodeSuspected, NodeLost, NodeJoined]
+
+
+async def test_who_says_more_than_can_be_heard_waits():
+    async with bed() as it:
+        it.start()
+        await clock.sleep(1.0)
+        it.post_s = 0.5
+        for number in range(20):
+            it.follower.say(word(number))
+        await clock.sleep(2.0)
+        assert len(it.leader._postbox._waiting) < 3
+        assert 2 <= len(it.said()) <= 6
+        await clock.sleep(20.0)
+        assert it.said() == [word(number) for number in range(20)]

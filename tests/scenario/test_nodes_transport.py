@@ -1,9 +1,7 @@
 """The link over real sockets."""
 
-import subprocess
 from contextlib import suppress
 from random import Random
-from shutil import which
 
 import aiohttp
 import anyio
@@ -95,6 +93,7 @@ async def test_a_node_joins_and_is_told_things_past_any_proxy(host, monkeypatch)
         node_listener(end.serve, host=host, port=0, token=TOKEN) as port,
         anyio.create_task_group() as tasks,
     ):
+        tasks.start_soon(end.run)
         side = Allegiance(HELLO, TERMS, KeepLimits(), now=clock.now())
         follower = FollowerEnd(
             side, hands, dial=lambda: dialled(host, port, token=TOKEN), rng=Random(2)
@@ -159,30 +158,16 @@ async def test_nobody_there_and_a_stranger_there_are_errors_of_the_peer():
                 pass
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory):
-    """A certificate for localhost that signs itself, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(  # noqa: S603 - our own words
-        [
-            which("openssl"), "req", "-x509",
-            "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
-            "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext",
-            "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(cert),
-        ],
-        check=True,
-        capture_output=True,
-    )  # fmt: skip
-    return str(cert), str(key)
-
-
 async def test_with_tls_the_leader_proves_who_it_is(certificates):
     cert, key = certificates
     end = leader([])
-    async with node_listener(
-        end.serve, host="localhost", port=0, token=TOKEN, tls=leader_tls(cert, key)
-    ) as port:
+    async with (
+        node_listener(
+            end.serve, host="localhost", port=0, token=TOKEN, tls=leader_tls(cert, key)
+        ) as port,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(end.run)
         # Followers have the authority alone; the key stays with the leader.
         async with dialled(
             "localhost", port, token=TOKEN, tls=follower_tls("", cert)
@@ -197,6 +182,7 @@ async def test_with_tls_the_leader_proves_who_it_is(certificates):
         with pytest.raises(PeerError, match=r"127\.0\.0\.1"):
             async with dialled("127.0.0.1", port, token=TOKEN, tls=follower_tls(cert, cert)):
                 pass
+        tasks.cancel_scope.cancel()
 
 
 def test_certificates_that_cannot_be_used_are_the_site_s_fault(certificates, tmp_path):

@@ -141,6 +141,7 @@ class World:
         sync_interval: int = 1,
         save_interval: int = 2,
         offpolicyness: float = 1.0,
+        max_concurrent: int = 16,
         num_instances: int = 2,
         min_rollout_gpus: int = 1,
         epochs: int | None = None,
@@ -222,7 +223,7 @@ class World:
         limits = BufferLimits(
             n_samples=2,
             batch_size=4,
-            max_concurrent=16,
+            max_concurrent=max_concurrent,
             max_head_offpolicyness=offpolicyness,
             last_step=total_steps,
         )

@@ -85,6 +85,13 @@ class ElasticNodeWorld(NodeWorld):
             self.pending.append(events.HybridJoined(placement.replica_id))
         return ()
 
+    def warm(self, placement: HybridPlacement) -> tuple[commands.Command, ...]:
+        raise AssertionError(f"{placement.replica_id}: nothing is prewarmed in this world")
+
+    @property
+    def present(self) -> tuple[HybridPlacement, ...]:
+        return tuple(self.replicas.values())
+
     def detach(self, replica_id: ReplicaId) -> tuple[commands.Command, ...]:
         if replica_id in self.replicas:
             self._end_replica(replica_id, events.HybridLeft(replica_id))

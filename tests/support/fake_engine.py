@@ -230,12 +230,16 @@ class FakeCompletionsApp:
     def __init__(self, engine):
         self.state = SimpleNamespace(engine_client=engine)
         self.seen = []
+        self.statuses = {}
+        """Of other routes than those for completions, where it is not 200."""
+
         self._num_requests = 0
 
     async def __call__(self, scope, receive, send):
         self.seen.append((scope["method"], scope["path"]))
         if scope["path"] not in ("/v1/completions", "/v1/chat/completions"):
-            await self._answer(send, 200, {"path": scope["path"]})
+            status = self.statuses.get(scope["path"], 200)
+            await self._answer(send, status, {"path": scope["path"]})
             return
         body = msgspec.json.decode((await receive())["body"])
         if body.get("is_bad"):
@@ -339,7 +343,7 @@ class Answer:
 
 
 async def request(  # noqa: PLR0913 - the parts of an HTTP request
-    app, method, path, *, body=b"", token=None, chunks=None, request_id=None
+    app, method, path, *, body=b"", token=None, chunks=None, request_id=None, query=b""
 ):
     """Call an ASGI application as a server would; `app.inner` is what vLLM calls the app."""
     headers = [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
@@ -349,6 +353,7 @@ async def request(  # noqa: PLR0913 - the parts of an HTTP request
         "type": "http",
         "method": method,
         "path": path,
+        "query_string": query,
         "headers": headers,
         "app": app.inner,
     }

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 import anyio
 
 from libra import clock
-from libra.errors import PeerError
+from libra.errors import PeerError, ungrouped
 
 
 class FakeEnd:
@@ -64,12 +64,13 @@ class FakeNet:
         )
         self._open.append((ours, theirs))
         try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._served, theirs, self.serve)
-                try:
-                    yield ours
-                finally:
-                    tasks.cancel_scope.cancel()
+            with ungrouped():
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._served, theirs, self.serve)
+                    try:
+                        yield ours
+                    finally:
+                        tasks.cancel_scope.cancel()
         finally:
             ours.close()
             theirs.close()

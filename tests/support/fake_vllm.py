@@ -23,6 +23,7 @@ Switches, all plain attributes, changeable at any time (a name in `hang` is a pa
 * `next_reloads`: a ReloadFault for each of the next reloads; "" is a good one.
 * `reload_s`: how long a load takes.
 * `idle_close_s`: idle connections are closed after that long (constructor only).
+* `fails`: paths of /sleep and /wake_up that answer 500.
 * `restart()`: a new process at the same port: new incarnation, base version, counters at 0.
 """
 
@@ -95,6 +96,7 @@ class FakeVllm:
         self.instance_id, self.token, self.run_id, self.answer = instance_id, token, run_id, answer
         self.host, self.idle_close_s = host, idle_close_s
         self.hang: set[str] = set()
+        self.fails: set[str] = set()
         self.next_statuses: deque[int] = deque()
         self.retry_after_s: int | None = None
         self.reset_after_bytes: int | None = None
@@ -122,7 +124,7 @@ class FakeVllm:
         self.incarnation = f"{self.instance_id}#{self.num_starts}"
         self.version: int | None = 0
         self.manifest_hash: str | None = None
-        self.is_paused = False
+        self.is_paused = self.is_asleep = False
         self.num_running = 0
         self.num_tokens_of: dict[str, int] = {}
         self.num_aborted = 0
@@ -197,6 +199,8 @@ class FakeVllm:
                 return self._open_requests(request)
             case "POST", "/libra/reload":
                 return await self._reload(request)
+            case "POST", "/sleep" | "/wake_up":
+                return self._give_or_take_memory(request)
             case "POST", "/v1/completions":
                 return await self._complete(request)
             case _:
@@ -213,7 +217,18 @@ class FakeVllm:
             policy_version=self.version,
             is_paused=self.is_paused,
             manifest_hash=self.manifest_hash,
+            is_asleep=self.is_asleep,
         )
+
+    def _give_or_take_memory(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {self.token}":
+            return web.json_response({"error": "the token is wrong"}, status=401)
+        self.version = self.manifest_hash = None
+        if request.path in self.fails:
+            return web.json_response({"error": "out of memory"}, status=500)
+        self.is_asleep = request.path == "/sleep"
+        self._pause(self.is_asleep)
+        return web.json_response({"status": "sleeping" if self.is_asleep else "awake"})
 
     def _open_requests(self, request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != f"Bearer {self.token}":
@@ -352,6 +367,8 @@ class FakeVllm:
     def _reason_to_refuse(self, request: ReloadRequest) -> str | None:
         if request.run_id != self.run_id:
             return f"the request is of run {request.run_id}"
+        if self.is_asleep:
+            return "the engine sleeps"
         loaded = -1 if request.force or self.version is None else self.version
         if request.policy_version <= loaded:
             return f"v{request.policy_version} is not newer than v{loaded}"

@@ -1,6 +1,6 @@
 """A `World` whose run lends slots to hybrid replicas, with replicas that fail in every way."""
 
-from control_world import METRICS, RandomWorld
+from control_world import METRICS
 from libra.ids import ReplicaId, RunId, SlotId
 from libra.planner.plan import HybridPlacement
 from libra.rollouts.batch import BatchShape
@@ -13,11 +13,12 @@ from libra.wire.hybrid import (
     OpenLanes,
     StepFollowed,
 )
-from libra.wire.rank import CheckpointSaved, StepTrained
+from libra.wire.rank import CheckpointSaved, StepTrained, TakeDevice
 from libra_supervisor import events
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.hybrid_desk import HybridDesk, HybridTerms
 from libra_supervisor.loop.moment import Moment
+from sleepy_world import SleepyWorld
 
 DIRECTORY = "/run/hybrid"
 REPLICA_SIZE = 2
@@ -27,8 +28,9 @@ KEY = bytes(32)
 class Replica:
     """One replica's processes as they really are."""
 
-    def __init__(self, placement: HybridPlacement) -> None:
+    def __init__(self, placement: HybridPlacement, *, has_devices: bool) -> None:
         self.placement = placement
+        self.has_devices = has_devices
         self.step: int | None = None
         """What its weights are of; None: no weights of the core."""
 
@@ -38,18 +40,19 @@ class Replica:
         self.loads: str | None = None
 
 
-class HybridWorld(RandomWorld):
-    """Replicas of two ranks; what they are told waits in `orders` until `obey`."""
+class HybridWorld(SleepyWorld):
+    """Replicas, of two ranks as a rule; what they are told waits in `orders` until `obey`."""
 
-    def __init__(self, **options) -> None:
+    def __init__(self, *, replica_size: int = REPLICA_SIZE, **options) -> None:
         super().__init__(**options)
+        self.replica_size = replica_size
         self.hybrids = HybridDesk(
             HybridTerms(
                 run_id=RunId("run"),
                 key=KEY,
                 directory=DIRECTORY,
                 core=self.train,
-                replica_size=REPLICA_SIZE,
+                replica_size=replica_size,
                 replica_data=1,
                 join_timeout_s=1000.0,
                 shape=BatchShape(dp_size=1, mini_batch_size=4),
@@ -69,10 +72,21 @@ class HybridWorld(RandomWorld):
         self.count = 0
 
     def attach(self) -> ReplicaId:
+        return self._begin(self.hybrids.attach)
+
+    def warm(self) -> ReplicaId:
+        """Start one without its devices."""
+        return self._begin(self.hybrids.warm)
+
+    def give_devices(self, name: ReplicaId) -> None:
+        for command in self.hybrids.attach(self.replicas[name].placement):
+            self._carry_out(command)
+
+    def _begin(self, how) -> ReplicaId:
         name = ReplicaId(f"hybrid-{self.count}")
         slots = (SlotId(10 + 2 * self.count), SlotId(11 + 2 * self.count))
         self.count += 1
-        for command in self.hybrids.attach(HybridPlacement(replica_id=name, slots=slots)):
+        for command in how(HybridPlacement(replica_id=name, slots=slots)):
             self._carry_out(command)
         return name
 
@@ -95,7 +109,7 @@ class HybridWorld(RandomWorld):
             case JoinCore() as join:
                 assert join.snapshot in self.snapshots, "it loads what is not there"
                 assert join.key == KEY
-                assert join.lanes == lanes(self.lanes_attempt), "lanes of another core"
+                assert join.lanes == self._lanes(), "lanes of another core"
                 assert self.lanes_attempt == self.attempt
                 replica.loads, replica.step = join.snapshot, int(join.snapshot[-6:])
                 self._all_say(name, lambda rank: CoreJoined(rank, replica.step, 0.1, 0.1))
@@ -134,9 +148,18 @@ class HybridWorld(RandomWorld):
 
     def _carry_out(self, command) -> None:  # noqa: C901, PLR0912, PLR0915 - a table
         match command:
-            case commands.StartReplica(placement):
-                self.replicas[placement.replica_id] = Replica(placement)
-                self.pending.append(events.ReplicaReady(placement.replica_id))
+            case commands.StartReplica(placement, has_devices):
+                name = placement.replica_id
+                self.replicas[name] = Replica(placement, has_devices=has_devices)
+                self._check_slots()
+                up = events.ReplicaReady if has_devices else events.HybridWarmed
+                self.pending.append(up(name))
+            case commands.TellReplica(name, TakeDevice()):
+                assert name not in self.stopped, "it has been told to leave"
+                if name in self.replicas:
+                    self.replicas[name].has_devices = True
+                    self._check_slots()
+                    self.pending.append(events.ReplicaReady(name))
             case commands.StopReplica(name):
                 self.stopped.add(name)
                 if self.replicas.pop(name, None) is not None:
@@ -148,9 +171,9 @@ class HybridWorld(RandomWorld):
                     self.replicas[name].orders.append(order)
             case commands.TellRanks(attempt, OpenLanes(key=key, replica_size=size)):
                 assert key == KEY
-                assert (attempt, size) == (self.attempt, REPLICA_SIZE)
+                assert (attempt, size) == (self.attempt, self.replica_size)
                 self.lanes_attempt = attempt
-                for lane, address in enumerate(lanes(attempt)):
+                for lane, address in enumerate(self._lanes()):
                     self._rank_says(LaneOpened(lane, lane, address, None))
             case commands.TakeSnapshot(attempt, step, directory):
                 assert (attempt, step) == (self.attempt, self.gang_version)
@@ -175,8 +198,19 @@ class HybridWorld(RandomWorld):
     def saving_step(self) -> bool:
         return self.control.cycle.saving_step is not None
 
+    def _lanes(self) -> tuple[LaneAddress, ...]:
+        names = (f"lane-{self.lanes_attempt}-{lane}" for lane in range(self.replica_size))
+        return tuple(LaneAddress(unix=name) for name in names)
+
+    def _check_slots(self) -> None:
+        super()._check_slots()
+        there = [it for it in self.replicas.values() if it.has_devices]
+        lent = {slot for it in there for slot in it.placement.slots}
+        used = {*self.train.slots, *(s for it in self.placed.values() for s in it.slots)}
+        assert not lent & used, "a replica has the slot of another"
+
     def _all_say(self, name, said) -> None:
-        for rank in range(REPLICA_SIZE):
+        for rank in range(self.replica_size):
             self.pending.append(events.ReplicaSaid(name, said(rank)))
 
     def _work(self, said) -> None:
@@ -186,10 +220,7 @@ class HybridWorld(RandomWorld):
         super()._work(said)
 
 
-def lanes(attempt: int) -> tuple[LaneAddress, ...]:
-    return tuple(LaneAddress(unix=f"lane-{attempt}-{lane}") for lane in range(REPLICA_SIZE))
-
-
 def _is_of(event, name: ReplicaId) -> bool:
-    is_replicas = isinstance(event, events.ReplicaReady | events.ReplicaSaid)
+    kinds = events.ReplicaReady | events.ReplicaSaid | events.HybridWarmed
+    is_replicas = isinstance(event, kinds)
     return is_replicas and event.replica_id == name

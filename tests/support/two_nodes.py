@@ -11,7 +11,8 @@ import anyio
 from fake_links import FakeNet
 from libra import clock
 from libra.wire.node import PROTOCOL, Hello
-from libra_supervisor.app.node_hands import NodeHands, Tongue
+from libra_supervisor.app.node_hands import NodeHands
+from libra_supervisor.app.rank_relay import Tongue
 from libra_supervisor.nodes.allegiance import Allegiance
 from libra_supervisor.nodes.follower import FollowerEnd
 from libra_supervisor.nodes.leader import LeaderEnd, NodeSaid
@@ -109,7 +110,7 @@ class TwoNodes:
                 self.hands.control_socket = path
                 tasks.start_soon(
                     lambda: accept_ranks(
-                        listener, run_id=self.place.run_id, welcome=self.hands.welcome
+                        listener, run_id=self.place.run_id, welcome=self.hands.ranks.welcome
                     )
                 )
                 try:

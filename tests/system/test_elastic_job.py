@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from libra.ids import InstanceId, SlotId
-from libra.planner.plan import InstancePlacement, Plan
+from libra.ids import InstanceId, ReplicaId, SlotId
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan
 from main_jobs import Job, read_lines, servers
 from wanted_plans import changes_in, plan_in, want
 
@@ -63,6 +63,10 @@ def nth_change(job, number):
 
 def instances(job) -> set[str]:
     return set(servers(job.run_dir).values())
+
+
+def pids_of(job, name) -> set[int]:
+    return {pid for pid, child in servers(job.run_dir).items() if child == name}
 
 
 def newest_step(job) -> int:
@@ -159,6 +163,39 @@ def test_the_real_trainer_goes_on_in_another_layout_and_a_server_is_prewarmed(el
     assert swapped.plan.instances[-1].slots == (SlotId(2),)
     goes_on_with_the_same_policy(job)
     assert instances(job) == {"vllm-0", "vllm-1"}
+    job.process.terminate()
+    assert job.wait(120) == 0
+
+
+def test_a_real_server_sleeps_while_a_real_replica_has_its_slot_and_serves_again(elastic_job):
+    job = elastic_job(
+        *("-o", f"{PLANNER}.runtime_reconfigure_training=true"),
+        *("-o", f"{PLANNER}.runtime_rollout_reconfigure_strategy=prewarm"),
+        *("-o", f"{PLANNER}.runtime_lent_servers=sleep", "-o", "max_head_offpolicyness=0"),
+    )
+    job.until_step(2, 400)
+    plan = plan_in(job.run_dir)
+    processes = pids_of(job, "vllm-1")
+    replica = HybridPlacement(replica_id=ReplicaId("any"), slots=(SlotId(1),))
+    lent = msgspec.structs.replace(with_instances(plan, 0), hybrids=(replica,))
+
+    want(job.run_dir, lent, decision_id=1)
+    there = nth_change(job, 1)
+    assert (there.outcome, there.asleep, there.stalled_s) == ("done", ("vllm-1",), 0.0), there
+    assert pids_of(job, "vllm-1") == processes
+    job.until_step(newest_step(job) + 3, 200)
+
+    want(job.run_dir, with_instances(plan, 0, 1), decision_id=2)
+    back = nth_change(job, 2)
+    assert (back.outcome, back.started, back.stalled_s) == ("done", ("vllm-1",), 0.0), back
+    assert set(back.stages["vllm-1"]) == {"wake", "load"}
+    assert pids_of(job, "vllm-1") == processes
+    step = newest_step(job)
+    until(job, lambda: "vllm-1" in answered_by(job, step + 1))
+    # What it answers is what the trainer computes with the weights of that version.
+    goes_on_with_the_same_policy(job)
+    for event in ("instance_does_not_sleep", "instance_replaced", "hybrid_lost"):
+        assert said(job, event) == []
     job.process.terminate()
     assert job.wait(120) == 0
 

@@ -56,6 +56,19 @@ def run(tmp_path):
     one.end()
 
 
+LAST_SERVER = (
+    *("-o", "rollout_gpus=1", "-o", "heterogeneous_rollout.instances=[{tp: 1, count: 1}]"),
+    *("-o", "global_resource_planner.elastic_hybrid_min_rollout_gpus=0"),
+    # Steps that take their time, and rollouts that run ahead of them.
+    *("-o", "batch_size=32", "-o", "micro_batch_size=1", "-o", "recompute_micro_batch_size=1"),
+)
+
+
+def rollouts_ahead(run, num_batches):
+    run.until_step(2, within_s=WITHIN_S)
+    run.until(lambda: run.status()["num_buffered"] >= 32 * num_batches, within_s=WITHIN_S)
+
+
 @pytest.fixture
 def planned_run(tmp_path):
     """Its planner expects long prompts, and that a change costs nearly nothing."""
@@ -66,6 +79,14 @@ def planned_run(tmp_path):
         "prior_response_mean_tokens": 1,
     }
     one = made_in(tmp_path, train_gpus=1, hardware=TRAINS_SLOWLY, planner=planner)
+    yield one
+    one.end()
+
+
+@pytest.fixture
+def prewarmed_run(tmp_path):
+    strategy = {"runtime_rollout_reconfigure_strategy": "prewarm"}
+    one = made_in(tmp_path, train_gpus=1, planner=strategy)
     yield one
     one.end()
 
@@ -125,6 +146,79 @@ def test_a_slot_trains_by_order_and_serves_again_and_the_weights_are_those_of_a_
     assert run.call("stop").returncode == 0
     assert run.wait() == 0
     weights_are_those_of_a_core_alone(run, tmp_path)
+
+
+def test_a_replica_comes_up_before_its_slot_is_drained_and_contributes_like_any_other(
+    prewarmed_run, tmp_path
+):
+    run = prewarmed_run
+    run.start()
+    run.until_step(2, within_s=WITHIN_S)
+    lent = replanned(run, "--instances", "1x1", "--hybrids", "1")
+    assert (lent.outcome, lent.stalled_s) == ("done", 0.0), lent
+    (replica_id,) = lent.attached
+    assert lent.transitions[:3] == (
+        f"warm up {replica_id}",
+        f"wait until {replica_id} needs a device",
+        "drain vllm-1",
+    )
+    stages = lent.stages[replica_id]
+    assert set(stages) == {"warm", "start", "snapshot", "load", "catch_up"}
+    run.until_step(max(run.steps()) + 4)
+    back = replanned(run, "--instances", "2x1", "--hybrids", "0")
+    assert (back.outcome, back.detached) == ("done", (replica_id,)), back
+    run.until_step(max(run.steps()) + 2)
+    assert run.call("stop").returncode == 0
+    assert run.wait() == 0
+    weights_are_those_of_a_core_alone(run, tmp_path)
+
+
+def test_a_replica_that_is_killed_while_it_is_warm_takes_nothing_from_rollout(prewarmed_run):
+    run = prewarmed_run
+    run.start()
+    run.until_step(2, within_s=WITHIN_S)
+    servers = run.pids("vllm")
+    want(run.run_dir, with_hybrid(plan_in(run.run_dir)), decision_id=1)
+    pids = run.until(lambda: run.pids("hybrid"), within_s=WITHIN_S)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    failed = ended(run, 1)
+    assert failed.outcome == "rolled_back", failed
+    assert run.pids("vllm") == servers
+    run.until_step(max(run.steps()) + 2)
+    assert run.pids("hybrid") == {}
+    assert run.call("stop").returncode == 0
+    assert run.wait() == 0
+
+
+@pytest.mark.long
+def test_the_only_server_is_lent_and_comes_back_by_order_and_by_itself(run, tmp_path):
+    run.start(*LAST_SERVER, "-o", "max_concurrent_rollouts=3200")
+    rollouts_ahead(run, 80)
+    lent = replanned(run, "--instances", "0", "--hybrids", "1")
+    assert (lent.outcome, lent.stalled_s, lent.stopped) == ("done", 0.0, ("vllm-0",)), lent
+    assert run.pids("vllm") == {}
+    (replica_id,) = lent.attached
+    until_steps_more(run, 3)
+    assert "batches are left before a server comes back" in run.status()["waiting_for"]
+    back = replanned(run, "--instances", "1x1", "--hybrids", "0")
+    assert (back.outcome, back.cause, back.detached) == ("done", "decision", (replica_id,)), back
+    until_steps_more(run, 2)
+    # The second time nobody orders it back.
+    rollouts_ahead(run, 60)
+    assert replanned(run, "--instances", "0", "--hybrids", "1").outcome == "done"
+    again = ended(run, 4)
+    assert (again.outcome, again.cause, again.stalled_s) == ("done", "starved", 0.0), again
+    until_steps_more(run, 2)
+    assert not run.said("hybrid_lost")
+    assert not run.said("sample_failed")
+    assert run.call("stop").returncode == 0
+    assert run.wait() == 0
+    weights_are_those_of_a_core_alone(run, tmp_path)
+
+
+def until_steps_more(run, num_steps):
+    run.until_step(max(run.steps()) + num_steps, within_s=WITHIN_S)
 
 
 def weights_are_those_of_a_core_alone(run, folder):

@@ -51,10 +51,18 @@ def test_an_instance_starts_until_it_answers_and_then_loads_until_it_serves():
     for stage, word in (
         (Stage.WARMING, "warm"),
         (Stage.DRAINING, "drain"),
+        (Stage.FALLING_ASLEEP, "sleep"),
         (Stage.STOPPING, "stop"),
     ):
         assert stages_now(state, change_on(servers=(Server(NEW, stage),))) == {"vllm-1": word}
     assert stages_now(state, change_on(servers=(Server(NEW, Stage.SERVING),))) == {}
+    asleep = change_on(servers=(Server(NEW, Stage.ASLEEP),))
+    assert stages_now(state, asleep) == {}
+    assert state.pool.on_asleep(NEW.instance_id, now=2.0)
+    state.pool.on_wake_wanted(NEW.instance_id, now=3.0)
+    assert stages_now(state, change_on(servers=(Server(NEW, Stage.STARTING),))) == {
+        "vllm-1": "wake"
+    }
 
 
 def test_a_replica_starts_waits_for_a_snapshot_loads_it_and_catches_up():
@@ -75,6 +83,9 @@ def test_a_replica_starts_waits_for_a_snapshot_loads_it_and_catches_up():
     words = ["start", "snapshot", "snapshot", "load", "catch_up", "leave"]
     assert [it[name] for it in seen] == words
     assert stages_now(state, change_on(hybrids=(Hybrid(REPLICA, is_member=True),))) == {}
+    warming = change_on(hybrids=(Hybrid(REPLICA, waits=Stage.WARMING),))
+    assert stages_now(state, warming) == {name: "warm"}
+    assert stages_now(state, change_on(hybrids=(Hybrid(REPLICA, waits=Stage.WARM),))) == {}
 
 
 def test_the_trainer_finishes_its_step_is_held_saves_stops_and_starts():

@@ -46,6 +46,23 @@ def test_lines_are_chosen_by_role_child_and_rank(capsys, run_dir):
     assert sorted(said(capsys, run_dir)[1]) == sorted([*trainer, "engine speaks"])
 
 
+def test_ranks_of_every_node_are_the_trainer_s_and_nothing_else_is(capsys, run_dir):
+    logs = run_dir / "logs"
+    for name in ("trainer-1", "trainer-12", "trainer-x", "reward-0"):
+        (logs / f"{name}.log").write_text(f"{name} speaks\n")
+    core = said(capsys, run_dir, "--role", "trainer", "--rank", "1")[1]
+    assert core == ["[rank 1] trains"]
+    core = said(capsys, run_dir, "--role", "trainer")[1]
+    assert core[-2:] == ["trainer-1 speaks", "trainer-12 speaks"]
+    rest = said(capsys, run_dir, "--role", "rollout")[1]
+    assert rest == ["reward-0 speaks", "trainer-x speaks", "engine speaks"]
+
+
+def test_a_role_that_has_logged_nothing_is_not_every_role(capsys, run_dir):
+    (run_dir / "logs" / "trainer.log").unlink()
+    assert said(capsys, run_dir, "--role", "trainer")[:2] == (0, [])
+
+
 def test_what_is_not_there_is_named_with_what_is(capsys, run_dir, tmp_path):
     code, _, err = said(capsys, run_dir, "--child", "vllm-7")
     assert (code, "vllm-7; there are trainer, vllm-0" in err) == (2, True)

@@ -74,5 +74,17 @@ def test_what_is_no_plan_is_a_wrong_command_line(arguments, capsys):
     assert arguments[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["drain", "undrain"])
+def test_a_node_is_named_by_its_rank(verb, capsys):
+    assert parser().parse_args([verb, "--node", "0"]).node == 0
+    for wrong, said in (("-1", "-1 is no node; they count from 0"), ("x", "invalid")):
+        with pytest.raises(SystemExit):
+            parser().parse_args([verb, "--node", wrong])
+        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parser().parse_args([verb, "--help"])
+    assert "every rollout instance on this node" in capsys.readouterr().out
+
+
 def test_other_verbs_name_no_plan():
     assert _order_in(parser().parse_args(["stop"])) is None

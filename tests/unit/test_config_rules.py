@@ -417,6 +417,21 @@ def test_granularity_splits_the_budget():
     assert only(grp, train_gpus="8", rollout_gpus="4").hint == "nearest: 6"
 
 
+def test_the_last_server_is_lent_only_with_trajectories_to_go_on_with():
+    lends = (
+        f"{PLANNER}: {{runtime_dynamic_reconfiguration_enabled: true, "
+        "runtime_reconfigure_training: true, elastic_hybrid_min_rollout_gpus: 0"
+    )
+    found = only(f"{lends}}}", max_head_offpolicyness="1")
+    assert found.path == f"{PLANNER}.elastic_hybrid_min_rollout_gpus"
+    assert "lasts for max_head_offpolicyness, 1, steps, and a replica needs 2" in found.what
+    assert not broken_rules(f"{lends}}}", max_head_offpolicyness="2")
+    alone = only(f"{lends}, decouple_communication_domains: false}}", max_head_offpolicyness="8")
+    assert "then there are no replicas" in alone.what
+    # Nothing is lent at all.
+    assert not broken_rules(f"{PLANNER}: {{elastic_hybrid_min_rollout_gpus: 0}}")
+
+
 def test_a_hybrid_replica_is_one_of_the_training_topology():
     text = f"{PLANNER}: {{elastic_hybrid_replica_size_gpus: %d}}"
     assert not broken_rules(text % 2, train_gpus="4", train_tp_size="2")
@@ -454,6 +469,46 @@ def test_online_replanning_needs_hardware_to_price():
 def test_cluster_swap_needs_its_switch():
     text = f"{PLANNER}: {{runtime_rollout_reconfigure_strategy: cluster_swap}}"
     assert only(text).related == (f"{PLANNER}.runtime_cluster_swap_enabled",)
+
+
+LENT = f"""
+{PLANNER}:
+  runtime_dynamic_reconfiguration_enabled: true
+  runtime_reconfigure_training: true
+  runtime_lent_servers: sleep
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "other"),
+    [
+        ("runtime_reconfigure_training: false", {}, f"{PLANNER}.runtime_reconfigure_training"),
+        (
+            "runtime_rollout_reconfigure_strategy: restart_all",
+            {},
+            f"{PLANNER}.runtime_rollout_reconfigure_strategy",
+        ),
+        (
+            "runtime_rollout_reconfigure_strategy: blue_green",
+            {},
+            f"{PLANNER}.runtime_rollout_reconfigure_strategy",
+        ),
+        (
+            "",
+            {"rollout_weight_sync_mode": "none", "max_head_offpolicyness": ".inf"},
+            "rollout_weight_sync_mode",
+        ),
+        ("", {"rollout_weight_reload_method": "restart"}, "rollout_weight_reload_method"),
+    ],
+)
+def test_servers_sleep_only_where_they_are_of_use_afterwards(changed, options, other):
+    assert not broken_rules(LENT)
+    lines = [it for it in LENT.splitlines() if it.split(":")[0] != f"  {changed.split(':')[0]}"]
+    text = "\n".join([*lines, *([f"  {changed}"] if changed else [])])
+    problem = only(text, **options)
+    assert problem.path == f"{PLANNER}.runtime_lent_servers"
+    assert problem.related == (other,)
+    assert not broken_rules(text.replace("sleep", "stop"), **options)
 
 
 def test_the_cluster_holds_what_is_used():

@@ -40,6 +40,7 @@ def only(text: str = "", **options: str) -> str:
         ("learning_rate: .nan", "wants a finite number, got nan"),
         ("max_head_offpolicyness: .nan", "wants a finite number, got nan"),
         ("max_head_offpolicyness: -.inf", "must be at least 0"),
+        ("node_lease_s: 0.99", "must be at least 1, got 0.99; nearest: 1"),
         ("adam_beta1: 1", "must be less than 1, got 1.0"),
         ("gpu_memory_utilization: 1.5", "must be at most 1, got 1.5; nearest: 1"),
         ("shuffle: 1", "wants true or false, got 1"),

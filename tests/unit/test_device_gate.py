@@ -77,6 +77,28 @@ def test_a_child_without_a_known_need_waits_for_what_was_free_before_its_first_s
     assert "GPU a: 43.0 of 140.0" in hindrance(gate)
 
 
+def test_what_a_sleeping_engine_keeps_does_not_count_against_its_waking_up():
+    devices = Devices(a=2)
+    gate = gate_on(devices, needed_fraction=0.9)
+    anyio.run(gate.note_kept)
+    devices.used_gib["a"] = 16
+    assert hindrance(gate) is None
+    devices.used_gib["a"] = 17
+    assert "124.0 GiB have to be free" in hindrance(gate)
+    devices.used_gib["a"] = 16
+    gate.forget_kept()
+    assert "126.0 GiB have to be free" in hindrance(gate)
+
+
+def test_an_engine_that_sleeps_where_the_driver_does_not_tell_is_woken_as_if_it_kept_nothing():
+    async def no_look():
+        raise SiteError("no driver")
+
+    gate = DeviceGate(ChildId("vllm-0"), no_look, needed_fraction=0.9)
+    anyio.run(gate.note_kept)
+    assert hindrance(gate) is None
+
+
 def test_where_the_driver_does_not_answer_nothing_waits_and_that_is_said_once(capsys):
     async def look():
         raise SiteError("no driver")

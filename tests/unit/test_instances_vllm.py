@@ -2,6 +2,7 @@ import msgspec
 import pytest
 
 from libra.config.model import ModelConfig
+from libra.config.planning import PlannerConfig
 from libra.config.rollout import RolloutConfig
 from libra.config.run import RunConfig
 from libra.config.training import TrainingConfig
@@ -34,6 +35,7 @@ def spec_of(
     served_directory=None,
     sync_mode="restart",
     train_dtype="bfloat16",
+    lent="stop",
     **r,
 ):
     config = RunConfig(
@@ -41,6 +43,7 @@ def spec_of(
         rollout=RolloutConfig(**r),
         training=TrainingConfig(train_dtype=train_dtype),
         weights=WeightsConfig(rollout_weight_sync_mode=sync_mode),
+        global_resource_planner=PlannerConfig(runtime_lent_servers=lent),
     )
     return server_spec(
         config,
@@ -50,6 +53,13 @@ def spec_of(
         environment=environment or {"PATH": "/bin"},
         served_directory=served_directory,
     )
+
+
+def test_servers_that_are_kept_asleep_can_give_memory_back_where_vllm_can():
+    assert "--enable-sleep-mode" in spec_of(CUDA, lent="sleep").argv
+    assert "--enable-sleep-mode" not in spec_of(CUDA).argv
+    # On CPU vLLM refuses the flag, and obeys the calls all the same.
+    assert "--enable-sleep-mode" not in spec_of(CPU, lent="sleep").argv
 
 
 def value_of(spec, flag):

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from libra.config.nodes import NodesConfig
 from libra.errors import OverloadedError, PeerError, SiteError
 from libra.wire.node import PROTOCOL, Envelope, Hello, Refused
 from libra_supervisor.nodes.lease import Lease, LeaseTerms, Standing
@@ -13,11 +14,11 @@ from libra_supervisor.nodes.term import obey_term, read_term, take_term
 TERMS = LeaseTerms(lease_s=10.0, orphan_grace_s=30.0)
 
 
-def members(*, term=1):
+def members(*, term=1, keep=KeepLimits()):  # noqa: B008 - frozen
     return Members(
         Charter(
             run_id="r", run_directory="/r", term=term, leader="L", version="1", config_digest="d",
-            num_nodes=3, lease=TERMS,
+            num_nodes=3, lease=TERMS, keep=keep,
         ),
         now=0.0,
     )  # fmt: skip
@@ -103,6 +104,16 @@ def test_a_confirmation_counts_from_when_the_sign_of_life_was_sent():
     assert lease.standing(now=42.0) is Standing.OVER
 
 
+def test_the_shortest_lease_that_may_be_configured_leaves_time_to_send_a_beat_again():
+    shortest = msgspec.convert({"node_lease_s": 1}, NodesConfig).node_lease_s
+    terms = LeaseTerms(lease_s=shortest, orphan_grace_s=0.0)
+    # Linux sends a segment again after 0.2 s, and beats do not wait for each other.
+    assert terms.beat_period_s >= 0.2
+    assert terms.suspect_after_s >= 2 * terms.beat_period_s
+    with pytest.raises(msgspec.ValidationError, match="node_lease_s"):
+        msgspec.convert({"node_lease_s": 0.9}, NodesConfig)
+
+
 def test_after_its_end_an_older_sign_of_life_confers_nothing():
     lease = Lease(TERMS, now=0.0)
     number = lease.beat(now=1.0)
@@ -113,9 +124,30 @@ def test_after_its_end_an_older_sign_of_life_confers_nothing():
 
 def test_signs_of_life_that_nobody_confirms_do_not_pile_up():
     lease = Lease(TERMS, now=0.0)
-    for number in range(5000):
-        lease.beat(now=number)
-    assert len(lease._open) == 1024
+    for number in range(100_000):
+        lease.beat(now=number / 5000)
+    assert len(lease._open) <= 1025
+
+
+@pytest.mark.parametrize("num_under_way", [1, 1000, 50_000])
+def test_however_many_signs_of_life_one_round_trip_holds_it_renews_the_lease(num_under_way):
+    lease = Lease(TERMS, now=0.0)
+    sent_at = [3.0 + 2.0 * number / num_under_way for number in range(num_under_way)]
+    numbers = [lease.beat(now=now) for now in sent_at]
+    for number, sent in zip(numbers, sent_at, strict=True):
+        lease.on_heard(number)
+        # Never later than the truth allows, and hardly earlier.
+        assert sent + 10.0 - 10.0 / 1000 <= lease.until <= sent + 10.0
+    lease.beat(now=6.0)
+    lease.on_heard(numbers[-1] + 1)
+    assert lease.until == 16.0
+
+
+def test_a_sign_of_life_that_was_never_sent_is_confirmed_by_nobody_honest():
+    lease = Lease(TERMS, now=0.0)
+    with pytest.raises(PeerError, match="sign of life 2 is confirmed, 1 were sent"):
+        lease.on_heard(lease.beat(now=0.0) + 1)
+    assert lease.standing(now=0.0) is Standing.LET_GO
 
 
 # Members
@@ -165,6 +197,59 @@ def test_a_node_that_falls_silent_is_suspected_then_lost_and_returns():
     answer = said(machine, hello(dial=3), connection=3, now=99.0)
     assert [type(it).__name__ for it in answer.news] == ["NodeJoined"]
     assert answer.news[0].is_return
+
+
+def kinds(news):
+    return [type(it).__name__ for it in news]
+
+
+def filled(machine):
+    """Put more into the session of node 1 than it may keep."""
+    machine.put(1, b"x" * 900, now=1.0)
+    with pytest.raises(PeerError, match="wait for the other node"):
+        machine.put(1, b"x" * 100, now=1.0)
+
+
+def misses(machine):
+    """Node 1 claims not to have what it has acknowledged."""
+    machine.put(1, b"x", now=1.0)
+    machine.on_envelope(1, Envelope(1, 1), now=1.0)
+    again = hello(dial=2, session="s1", received=0)
+    assert isinstance(said(machine, again, connection=2, now=1.0), Refused)
+
+
+def breaks(machine):
+    with pytest.raises(PeerError, match="were sent"):
+        machine.on_envelope(1, Envelope(5, 1), now=1.0)
+
+
+@pytest.mark.parametrize("how", [filled, misses, breaks])
+def test_a_session_that_is_broken_off_makes_its_node_suspected_once(how):
+    machine = members(keep=KeepLimits(num_bytes=1000))
+    said(machine, hello(), connection=1)
+    how(machine)
+    assert machine.state_of(1) is NodeState.SUSPECTED
+    assert not machine.is_open(1)
+    (news,) = machine.take_news()
+    assert (type(news).__name__, news.node) == ("NodeSuspected", 1)
+    assert news.reason == machine[1].why_silent
+    assert machine.take_news() == ()
+    assert machine.expel(1, "once more", now=1.0) == ()
+    # It comes back with a new session, and what it had is lost.
+    answer = said(machine, hello(dial=3), connection=3, now=2.0)
+    assert kinds(answer.news) == ["NodeLost", "NodeJoined"]
+
+
+def test_news_of_a_call_that_raised_come_before_those_of_the_next():
+    machine = members()
+    said(machine, hello(), connection=1)
+    breaks(machine)
+    answer = said(machine, hello(dial=2), connection=2, now=2.0)
+    assert kinds(answer.news) == ["NodeSuspected", "NodeLost", "NodeJoined"]
+    breaks_again = Envelope(9, 1)
+    with pytest.raises(PeerError):
+        machine.on_envelope(2, breaks_again, now=2.0)
+    assert kinds(machine.on_time(now=2.0 + TERMS.lost_after_s)) == ["NodeSuspected", "NodeLost"]
 
 
 def test_a_later_leader_waits_for_the_leases_of_the_one_before():

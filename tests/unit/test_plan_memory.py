@@ -91,3 +91,18 @@ def test_only_a_node_that_the_run_has_not_gone_on_without_is_waited_for(
     nodes.absent, nodes.uncounted = frozenset({NodeRank(absent)}), frozenset({NodeRank(uncounted)})
     assert nodes.may_come(HOME) == may_come
     assert nodes.is_away(HOME) == (absent == 1)
+
+
+def test_servers_that_were_lent_come_back_where_their_node_is_there():
+    one = desk(kept(plan=HOME))
+    train = msgspec.structs.replace(HOME.train, dp=1, slots=HOME.train.slots[3:], nodes=())
+    train = msgspec.structs.replace(train, node=NodeRank(2))
+    one.lent_from = HOME
+    one.plan = msgspec.structs.replace(HOME, train=train, instances=())
+    one.presence.absent = frozenset({NodeRank(1)})
+    back = one.given_back()
+    assert back is not None
+    assert [it.instance_id for it in back.instances] == ["vllm-10", "vllm-11"]
+    assert {it.node for it in back.instances} == {0}
+    one.presence.absent = frozenset({NodeRank(1), NodeRank(2)})
+    assert one.given_back() is None

@@ -2,8 +2,9 @@ import msgspec
 import pytest
 
 from libra.errors import ConfigError
+from libra.ids import ReplicaId
 from libra.planner.applied import pinned_config, planned_config
-from libra.planner.plan import configured_plan
+from libra.planner.plan import HybridPlacement, configured_plan
 from libra.planner.search import plan
 from planner_cases import grp_config
 
@@ -24,6 +25,17 @@ def test_a_resumed_run_keeps_its_layout_whatever_was_learned_since():
 def test_a_configured_split_is_left_to_the_checks_of_resume():
     given = grp_config(planner={"initial_allocation_strategy": "configured"})
     assert pinned_config(given, grp_config(num_gpus=16)) is given
+
+
+def test_what_is_lent_to_replicas_is_rollout_s_all_the_same():
+    given = grp_config()
+    found = plan(given).plan
+    slots = tuple(slot for it in found.instances for slot in it.slots)
+    lent = (HybridPlacement(replica_id=ReplicaId("hybrid-0"), slots=slots),)
+    config = planned_config(given, msgspec.structs.replace(found, instances=(), hybrids=lent))
+    assert config.rollout.rollout_gpus == len(slots) == found.num_rollout_gpus
+    assert config.training.train_gpus == found.train.world_size
+    pinned_config(given, config)
 
 
 def test_the_planner_s_budget_cannot_change_on_resume():

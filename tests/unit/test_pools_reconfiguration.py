@@ -126,6 +126,52 @@ def test_prewarm_has_new_processes_wait_for_their_devices_before_anything_is_dra
     ]
 
 
+def test_prewarm_has_replicas_come_up_before_the_servers_whose_devices_they_get_are_drained():
+    old, wanted = plan(core(0), instance(A, 1), instance(B, 2)), plan(core(0), instance(A, 1))
+    lent = msgspec.structs.replace(wanted, hybrids=(replica("x", 2),))
+    assert listed(old, lent, runtime_rollout_reconfigure_strategy="prewarm") == [
+        "warm up hybrid-10",
+        "wait until hybrid-10 needs a device",
+        "drain vllm-1",
+        "stop vllm-1",
+        "attach hybrid-10",
+    ]
+    assert "warm up hybrid-10" not in listed(old, lent)
+    # Of a core that is still to change nothing can be a copy.
+    grown = msgspec.structs.replace(lent, train=core(0, 3))
+    assert listed(old, grown, runtime_rollout_reconfigure_strategy="prewarm") == [
+        "hold the trainer at a step boundary",
+        "start the trainer as TP 1, PP 1, CP 1, DP 2 on slots 0, 3",
+        "let the trainer go on",
+        "warm up hybrid-10",
+        "wait until hybrid-10 needs a device",
+        "drain vllm-1",
+        "stop vllm-1",
+        "attach hybrid-10",
+    ]
+
+
+def test_a_replica_that_is_lost_while_it_is_warm_leaves_the_servers_as_they_are():
+    old = plan(core(0), instance(A, 1), instance(B, 2))
+    lent = plan(core(0), instance(A, 1), hybrids=[replica("hybrid-9", 2)])
+    order = Order(decision_id=1, reason="r", old=old, wanted=lent)
+    rules = Rules(min_rollout_gpus=1, warms_first=True)
+    machine = Reconfiguration(order, ground(old), rules, timeout_s=10.0, now=0.0)
+    assert said(machine.begin(now=0.0)) == [
+        "warm up hybrid-9",
+        "wait until hybrid-9 needs a device",
+    ]
+    machine.on_hybrid_lost(ReplicaId("hybrid-9"), "SIGKILL", now=1.0)
+    assert (machine.result.outcome, machine.result.plan) == ("rolled_back", old)
+    late = Reconfiguration(order, ground(old), rules, timeout_s=10.0, now=0.0)
+    late.begin(now=0.0)
+    assert said(late.on_tick(now=10.0)) == ["detach hybrid-9"]
+    late.ground.check()
+    assert late.on_hybrid_warm(ReplicaId("hybrid-9"), now=11.0) == ()
+    late.on_hybrid_left(ReplicaId("hybrid-9"), now=12.0)
+    assert late.result.outcome == "rolled_back"
+
+
 def test_prewarm_lets_replicas_and_the_core_train_while_new_processes_come_up():
     lent = plan(core(0), instance(A, 1), hybrids=[replica("hybrid-2", 2)])
     assert listed(lent, TWO, runtime_rollout_reconfigure_strategy="prewarm") == [
@@ -261,6 +307,35 @@ def change(old: Plan, wanted: Plan, **options) -> Reconfiguration:
 
 def said(transitions) -> list[str]:
     return list(map(in_words, transitions))
+
+
+def test_nobody_leaves_a_gap_before_a_large_server_that_others_come_after():
+    """Without vllm-2 the large one could never go: 8 GPUs would serve, and 5 of them have to."""
+    old = plan(
+        core(0), *(instance(f"vllm-{n}", n + 2) for n in range(3)), instance("big", 5, 6, 7, 9)
+    )
+    wanted = plan(
+        core(0),
+        instance("vllm-100", 2),
+        instance("vllm-101", 3),
+        instance("vllm-102", 5, 6, 7, 9),
+        instance("vllm-103", 1, 8),
+    )
+    order = Order(decision_id=1, reason="r", old=old, wanted=wanted)
+    rules = Rules(min_rollout_gpus=5)
+    machine = Reconfiguration(order, ground(old), rules, timeout_s=10.0, now=0.0)
+    begun = said(machine.begin(now=0.0))
+    assert begun == ["start vllm-103 (TP 2, slots 1+8)", "drain vllm-0, vllm-1"]
+    machine.on_serving(InstanceId("vllm-103"), now=1.0)
+    for name in (A, B):
+        machine.on_drained(name, now=2.0)
+    machine.on_gone(A, now=3.0)
+    assert said(machine.on_gone(B, now=3.0)) == [
+        "start vllm-100 (TP 1, slots 2), vllm-101 (TP 1, slots 3)",
+        "wait until vllm-100, vllm-101 serves",
+    ]
+    machine.on_serving(InstanceId("vllm-100"), now=4.0)
+    assert said(machine.on_serving(InstanceId("vllm-101"), now=4.0)) == ["drain big"]
 
 
 def test_a_server_that_does_not_come_up_in_time_is_stopped_and_the_plan_before_serves():

@@ -132,6 +132,19 @@ async def test_following_sees_new_lines_rotations_and_new_children(tmp_path, any
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_children_that_come_are_followed_when_they_are_of_the_kind(tmp_path, anyio_backend):
+    query = LogQuery(directory=tmp_path, is_of_kind=lambda child: child.startswith("trainer"))
+    write(tmp_path, [(1, Stream.OUT, b"first\n")], child="trainer")
+    async with aclosing(follow_lines(query, with_past=True)) as lines:
+        with anyio.fail_after(5):
+            assert (await anext(lines)).text == "first"
+            write(tmp_path, [(2, Stream.OUT, b"of an engine\n")], child="a-vllm")
+            write(tmp_path, [(3, Stream.OUT, b"second\n")], child="trainer-1")
+            assert (await anext(lines)).text == "second"
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("rotates", [False, True])
 async def test_following_goes_on_where_the_past_ended(tmp_path, anyio_backend, rotates):
     """What is written while the past is shown is not lost, and a line of both is one line."""

@@ -53,6 +53,21 @@ def test_groups_may_complete_in_any_order_and_are_taken_in_that_of_the_data():
     assert [t.sample_index for t in batch[0].trajectories] == [0, 1]
 
 
+def test_batches_ahead_are_counted_at_the_versions_that_would_take_them():
+    buffer = RolloutBuffer(limits())
+    groups = [buffer.admit(prompt(row)) for row in range(7)]
+    for group, version in zip(groups, (0, 0, 1, 1, 1, 1, 2), strict=True):
+        finish(buffer, group, version=version)
+    # v1 may take those of v0, v2 and no later one those of v1, and one of v2 is no batch.
+    assert buffer.num_batches(version=V1) == 2
+    assert buffer.num_batches(version=V2) == 1
+    assert buffer.has_batch(version=V2)
+    buffer.take_batch(version=V1)
+    buffer.take_batch(version=V2)
+    assert buffer.num_batches(version=PolicyVersion(3)) == 0
+    assert not buffer.has_batch(version=PolicyVersion(3))
+
+
 def test_the_oldest_groups_are_trained_on_first():
     buffer = RolloutBuffer(limits())
     groups = [buffer.admit(prompt(row)) for row in range(3)]

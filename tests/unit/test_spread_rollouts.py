@@ -3,14 +3,17 @@
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 
 from libra.errors import PeerError
+from libra.rollouts.trajectory import SampleFailed
 from libra.wire import node_rollouts as wire
-from libra_supervisor.app.spread_rollouts import ClusterRouting, SpreadRollouts
-from libra_supervisor.events import SampleGaveUp, SampleStarted
+from libra_supervisor.app.cluster_routing import ClusterRouting
+from libra_supervisor.app.spread_rollouts import SpreadRollouts
+from libra_supervisor.events import SampleFinished, SampleGaveUp, SampleStarted
 from made_there import Idle, OwnRunner
-from trajectories import admitted
+from trajectories import admitted, trajectory
 
 HERE, THERE = admitted(0, n_samples=16), admitted(1, n_samples=2)
 
@@ -100,6 +103,68 @@ async def test_what_is_no_trajectory_fails_its_sample_and_nothing_else():
     assert started == SampleStarted(THERE.group_id, 0)
     assert isinstance(gave_up, SampleGaveUp)
     assert "node 1 sent no trajectory" in gave_up.failure.message
+
+
+NESTED = b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0"
+
+
+def changed(**fields):
+    return msgspec.msgpack.encode(msgspec.structs.replace(trajectory(THERE, 0), **fields))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"no", "sent no trajectory"),
+        (NESTED, "nested too deeply"),
+        (msgspec.msgpack.encode(trajectory(THERE, 1)), "/s1', not"),
+        (changed(sample_index=1), "sample_index 1, not 0"),
+        (changed(group_id=HERE.group_id), "group_id"),
+        (changed(prompt_id="row-9"), "prompt_id 'row-9'"),
+        (changed(version_spans=()), "version spans"),
+        (changed(reward=None), "reward None"),
+        (changed(reward=float("nan")), "reward nan"),
+    ],
+    ids=[
+        "none", "nested", "another's", "another index", "another group", "another prompt",
+        "no version", "no reward", "no number",
+    ],
+)  # fmt: skip
+async def test_what_is_no_trajectory_of_its_sample_fails_that_sample_alone(data, said):
+    leader = Leader()
+    leader.able(1)
+    for group in (HERE, THERE):
+        leader.rollouts.start(group)
+    job = leader.others[1].said[-1].job
+    leader.rollouts.on_word(1, wire.TrajectoryPiece(job=job, sample=0, data=data, is_last=True))
+    other = msgspec.msgpack.encode(trajectory(THERE, 1))
+    leader.rollouts.on_word(1, wire.TrajectoryPiece(job=job, sample=1, data=other, is_last=True))
+    await leader.heard()
+    gave_up, finished = leader.posted
+    assert isinstance(gave_up, SampleGaveUp)
+    assert (gave_up.group_id, gave_up.sample_index) == (THERE.group_id, 0)
+    assert said in gave_up.failure.message
+    assert finished == SampleFinished(trajectory(THERE, 1))
+    assert leader.rollouts.node_of(THERE.group_id) is None
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_a_way_to_fail_that_nobody_knows_is_the_node_s_mistake():
+    leader = Leader()
+    leader.able(1)
+    for group in (HERE, THERE):
+        leader.rollouts.start(group)
+    job = leader.others[1].said[-1].job
+    with pytest.raises(PeerError, match="'tired' is no way to fail"):
+        leader.rollouts.on_word(1, wire.SampleGone(job, 0, "tired", "it has no mood"))
+    leader.rollouts.on_word(1, wire.SampleGone(job, 0, "timeout", "an engine is silent"))
+    await leader.heard()
+    assert leader.posted == [
+        SampleGaveUp(THERE.group_id, 0, SampleFailed("timeout", "an engine is silent"))
+    ]
 
 
 @pytest.mark.anyio

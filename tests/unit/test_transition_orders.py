@@ -26,7 +26,7 @@ def test_a_server_that_warms_up_is_no_reserve_for_the_one_whose_devices_it_gets(
         train=TrainPlacement(tp=1, pp=1, cp=1, ep=1, dp=1, slots=(SlotId(2),)),
         servers=(Server(stays, Stage.SERVING), Server(goes, Stage.SERVING)),
     )
-    plans = SimpleNamespace(change=SimpleNamespace(ground=ground))
+    plans = SimpleNamespace(change=SimpleNamespace(ground=ground), hybrids=None)
     state = SimpleNamespace(pool=pool, plans=plans)
     ordered = orders_for(state, Warm((comes,)), Moment(now=1.0, wall_ns=1))
     assert ordered == (commands.AddInstance(comes, has_devices=False),)

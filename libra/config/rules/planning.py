@@ -66,6 +66,36 @@ def replica_size(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+_FEWEST_LEAD_STEPS = 2
+"""In the first the core takes a snapshot, with the second the replica contributes."""
+
+
+def last_server_may_be_lent(config: RunConfig) -> Iterator[Problem]:
+    """Check that training could go on for a while without any server."""
+    planner, path = config.global_resource_planner, f"{PLANNER}.elastic_hybrid_min_rollout_gpus"
+    if planner.elastic_hybrid_min_rollout_gpus or not planner.runtime_reconfigure_training:
+        return
+    bound = config.rollout.max_head_offpolicyness
+    if not planner.decouple_communication_domains:
+        yield Problem(
+            path=path,
+            what="is 0, for replicas that borrow every server, and decouple_communication_domains "
+            "is false: then there are no replicas",
+            hint="write 1 or more",
+            related=(f"{PLANNER}.decouple_communication_domains",),
+        )
+    elif bound < _FEWEST_LEAD_STEPS:
+        yield Problem(
+            path=path,
+            what="is 0, for replicas that borrow every server: what rollouts have made by then "
+            f"lasts for max_head_offpolicyness, {bound:g}, steps, and a replica needs "
+            f"{_FEWEST_LEAD_STEPS} before it contributes",
+            hint=f"a max_head_offpolicyness of {_FEWEST_LEAD_STEPS} or more, better several times "
+            "that, or 1 here",
+            related=("max_head_offpolicyness",),
+        )
+
+
 def expert_candidates(config: RunConfig) -> Iterator[Problem]:
     """Check allowed_train_ep against the experts."""
     arch = config.model_arch
@@ -125,6 +155,43 @@ def swap_strategy(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def lent_servers_come_back(config: RunConfig) -> Iterator[Problem]:
+    """Check that servers can be lent, and that one that has slept is of use afterwards."""
+    planner, weights = config.global_resource_planner, config.weights
+    if planner.runtime_lent_servers == "stop":
+        return
+    path = f"{PLANNER}.runtime_lent_servers"
+    if not planner.runtime_reconfigure_training:
+        yield Problem(
+            path=path,
+            what="sleep is for servers that are lent to training, which "
+            "runtime_reconfigure_training: false forbids",
+            hint="set that to true, or this to stop",
+            related=(f"{PLANNER}.runtime_reconfigure_training",),
+        )
+    if (strategy := planner.runtime_rollout_reconfigure_strategy) in ("restart_all", "blue_green"):
+        yield Problem(
+            path=path,
+            what=f"sleep keeps processes that {strategy} never comes back to",
+            hint="nearest: stop; or choose diff, prewarm or cluster_swap",
+            related=(f"{PLANNER}.runtime_rollout_reconfigure_strategy",),
+        )
+    if weights.rollout_weight_sync_mode == "none":
+        yield Problem(
+            path=path,
+            what="sleep needs published weights: what a server holds afterwards is loaded anew",
+            hint="nearest: stop",
+            related=("rollout_weight_sync_mode",),
+        )
+    elif weights.rollout_weight_reload_method == "restart":
+        yield Problem(
+            path=path,
+            what="sleep keeps processes that a reload by restart ends",
+            hint="nearest: stop; or set rollout_weight_reload_method to inplace",
+            related=("rollout_weight_reload_method",),
+        )
+
+
 def cluster_is_large_enough(config: RunConfig) -> Iterator[Problem]:
     """Check the GPUs that are used against those that `hardware` describes."""
     hardware = config.hardware
@@ -161,9 +228,11 @@ RULES = (
     minima_fit,
     granularity_fits,
     replica_size,
+    last_server_may_be_lent,
     expert_candidates,
     master_switch,
     online_replanning_has_prices,
     swap_strategy,
+    lent_servers_come_back,
     cluster_is_large_enough,
 )

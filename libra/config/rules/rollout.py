@@ -267,6 +267,7 @@ OWN_FLAGS: Mapping[str, str] = {
     "--middleware": "",
     "--worker-extension-cls": "",
     "--weight-transfer-config": "rollout_weight_sync_mode",
+    "--enable-sleep-mode": "global_resource_planner.runtime_lent_servers",
 }
 """Arguments of `vllm serve` that a run sets itself, with the option that decides, if one does."""
 

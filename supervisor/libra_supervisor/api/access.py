@@ -8,6 +8,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from libra.errors import SiteError
+from libra.storage.secrecy import others_may_use
 from libra.wire.bearer import has_bearer
 from libra_supervisor.process.peer import peer_uid
 
@@ -30,7 +31,7 @@ def read_or_make_token(path: Path) -> str:
             raise SiteError(f"the token file {path} holds more than plain ASCII") from None
         if not token:
             raise SiteError(f"the token file {path} is empty; write a token or remove it") from None
-        if path.stat().st_mode & 0o077:
+        if others_may_use(path):
             raise SiteError(f"others may read the token file {path}; chmod 600 it") from None
         return token
     token = secrets.token_urlsafe(32)

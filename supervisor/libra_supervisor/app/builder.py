@@ -240,7 +240,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         async def from_base(_attempt: int) -> None:
             return None
 
-        def make(placement: HybridPlacement, hear: Hear) -> Gang:
+        def make(placement: HybridPlacement, hear: Hear, has_devices: bool) -> Gang:
             # Its ranks read the layout from the configuration: here only their number counts.
             own = TrainPlacement(
                 tp=1,
@@ -258,7 +258,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             site = msgspec.structs.replace(
                 self.gang_site(own),
                 child_id=ChildId(name),
-                arguments=("--replica", name),
+                arguments=("--replica", name, *(() if has_devices else ("--waits",))),
                 socket_directory=sockets,
                 is_restarted=False,
             )
@@ -269,7 +269,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
                 choose=from_base,
                 post=hear,
                 rng=self.rng,
-                hindrance=self._gang_hindrance(own, site.child_id),
+                hindrance=self._gang_hindrance(own, site.child_id, has_devices=has_devices),
             )
             if self.cluster is not None:
                 self.cluster.take_in_ranks_for(gang, site.child_id)
@@ -280,7 +280,9 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
     def reshape(self, gang: Gang, placement: TrainPlacement) -> None:
         gang.reshape(self.gang_site(placement), self._gang_hindrance(placement, TRAINER_ID))
 
-    def _gang_hindrance(self, placement: TrainPlacement, child_id: ChildId) -> Hindrance | None:
+    def _gang_hindrance(
+        self, placement: TrainPlacement, child_id: ChildId, *, has_devices: bool = True
+    ) -> Hindrance | None:
         """On the devices of all nodes that the ranks lie on, and of those nodes themselves."""
         cluster = self.cluster
         slots_of: dict[NodeRank, list[int]] = {}
@@ -291,6 +293,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             if node
             else self._gate(child_id, slots, needed_fraction=None)
             for node, slots in slots_of.items()
+            if has_devices
         ]
         there = [it for it in gates if it is not None]
         if cluster is not None:

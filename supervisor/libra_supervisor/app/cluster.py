@@ -47,15 +47,11 @@ from libra_supervisor.nodes.members import (
     NodeRecovered,
     NodeSuspected,
 )
-from libra_supervisor.nodes.remote import (
-    NOT_YET,
-    RelayedLink,
-    RemoteNode,
-    RemoteSpawner,
-    remote_port,
-)
+from libra_supervisor.nodes.relayed_link import RelayedLink
+from libra_supervisor.nodes.remote import NOT_YET, RemoteNode, remote_port
+from libra_supervisor.nodes.remote_child import RemoteSpawner
 from libra_supervisor.nodes.site import LEADER, Site
-from libra_supervisor.nodes.term import read_term, take_term
+from libra_supervisor.nodes.term import TERM_NAME, TermRecord, read_term, take_term
 from libra_supervisor.nodes.transport import leader_tls, node_listener
 from libra_supervisor.process.spawn import Spawner
 from libra_supervisor.ranks.agents import AgentsSpawner, HeldPort
@@ -137,7 +133,7 @@ class Cluster:
         """Hears of nodes after their children have."""
 
         self._is_replaced = False
-        self._newest_term = ""
+        self._why_replaced = ""
         self._may_stay: dict[NodeRank, frozenset[ChildId]] | None = None
         self._joined_early: set[NodeRank] = set()
 
@@ -157,7 +153,12 @@ class Cluster:
         host, port = self.site.own_host, self.site.port
         async with (
             node_listener(
-                self._end.serve, host=host, port=port, token=self._token, tls=tls
+                self._end.serve,
+                host=host,
+                port=port,
+                token=self._token,
+                tls=tls,
+                num_followers=len(self.nodes),
             ) as bound,
             anyio.create_task_group() as tasks,
         ):
@@ -229,11 +230,10 @@ class Cluster:
         """
         if self._is_replaced:
             return
-        members = [node for node in self.nodes.values() if node.is_member]
-        for node in members:
-            node.say(Leave(exit_code, reason))
+        for node in self.nodes.values():
+            node.say_if_there(Leave(exit_code, reason))
         with anyio.move_on_after(_DISMISS_S):
-            while any(record.session.num_kept for record in self._end.records):
+            while any(it.session_id and it.session.num_kept for it in self._end.records):
                 await clock.sleep(_POLL_S)
 
     def status(self, note_of: Callable[[NodeRank], str]) -> tuple[NodeStatus, ...]:
@@ -358,10 +358,7 @@ class Cluster:
         if not await self._has_successor():
             return
         self._is_replaced = True
-        raise SiteError(
-            f"another leader (term {self._newest_term}) took over {self._directory.root} from this "
-            f"one (term {self._term}, pid {os.getpid()})"
-        )
+        raise SiteError(self._why_replaced)
 
     async def _has_successor(self) -> bool:
         try:
@@ -369,8 +366,19 @@ class Cluster:
         except LibraError as error:
             _log.warning("term_not_read", why=str(error))
             return False
-        self._newest_term = "none" if found is None else str(found.term)
-        return found is None or (found.term, found.leader) != (self._term, self._leader)
+        self._why_replaced = self._why_not_ours(found)
+        return bool(self._why_replaced)
+
+    def _why_not_ours(self, found: TermRecord | None) -> str:
+        root, own = self._directory.root, f"(term {self._term}, pid {os.getpid()})"
+        if found is None:
+            return (
+                f"{root / TERM_NAME}, which says that this process {own} leads, is gone: somebody "
+                "removed it or the run directory, and another leader may have begun"
+            )
+        if (found.term, found.leader) == (self._term, self._leader):
+            return ""
+        return f"another leader (term {found.term}) took over {root} from this one {own}"
 
 
 def _visible(node: NodeRank, slots: list[int], devices: Sequence[str]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ costs nothing. `status` shows what is waited for.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 import anyio.to_thread
@@ -59,6 +60,7 @@ class DeviceGate:
         self._look = look
         self._where = where
         self._most_free_of: dict[str, int] = {}
+        self._kept_of: dict[str, int] = {}
         self._is_blind_said = False
 
     async def hindrance(self) -> str | None:
@@ -77,9 +79,19 @@ class DeviceGate:
             self._most_free_of[it.device] = max(most, free_bytes)
         return "; ".join(map(self._in_words, busy)) or None
 
+    async def note_kept(self) -> None:
+        """What is in use now is the child's own, which it keeps while others have the devices."""
+        with suppress(SiteError):
+            self._kept_of = {it.device: it.used_bytes for it in await self._look()}
+
+    def forget_kept(self) -> None:
+        """The process that kept something is to be replaced."""
+        self._kept_of = {}
+
     def _needed_bytes(self, found: DeviceMemory) -> int:
         if self._needed_fraction is not None:
-            return int(found.total_bytes * self._needed_fraction)
+            needed_bytes = int(found.total_bytes * self._needed_fraction)
+            return needed_bytes - self._kept_of.get(found.device, 0)
         return self._most_free_of.get(found.device, 0) - SLACK_BYTES
 
     def _in_words(self, found: DeviceMemory) -> str:
@@ -109,6 +121,15 @@ class NodeGate:
         except PeerError:
             # Lost meanwhile, or without such devices: then the start itself says so.
             return await self._node.hindrance()
+
+    async def note_kept(self) -> None:
+        if self._gate is not None:
+            with suppress(PeerError):  # the node is lost, and what was kept with it
+                await self._gate.note_kept()
+
+    def forget_kept(self) -> None:
+        if self._gate is not None:
+            self._gate.forget_kept()
 
 
 def all_of(first: Hindrance, gates: Sequence[DeviceGate | NodeGate]) -> Hindrance:

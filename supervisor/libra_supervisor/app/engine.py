@@ -18,6 +18,7 @@ from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
 from libra.wire.instance import GO_FILE_VARIABLE, WAITING_SUFFIX, InstanceState, Sampling
 from libra_supervisor.app.drain_watch import Traffic
+from libra_supervisor.app.slumber import MemoryGate, Slumber
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.health import Health, HealthMonitor
 from libra_supervisor.instances.poller import InstancePoller, Polled
@@ -39,13 +40,6 @@ RELOAD_FACTOR: Final = 10.0
 FIRST_TOKEN: Final = Sampling(max_new_tokens=1, temperature=0.0)
 
 _log = get_log()
-
-
-class Gate(Protocol):
-    """Holds a start back."""
-
-    async def hindrance(self) -> str | None:
-        """Why it has to wait; None when it can go ahead."""
 
 
 class HeldPort(Protocol):
@@ -126,7 +120,7 @@ class Engine(ChildHooks):
         port: int,
         served_directory: Callable[[], Path | None],
         rng: Random,
-        gate: Gate | None = None,
+        gate: MemoryGate | None = None,
         has_devices: bool = True,
         spawner: Spawner | None = None,
         hold_port: HoldPort | None = None,
@@ -144,6 +138,9 @@ class Engine(ChildHooks):
         self._has_devices = has_devices
         self._go_file: Path | None = None
         self.placement = placement
+        self.slumber = Slumber(
+            placement.instance_id, gate, timeout_s=site.config.supervision.liveness_stall_s
+        )
         self.reload_begun_at: float | None = None
         """Since when a reload is asked for: for a while no progress is owed."""
 
@@ -235,6 +232,8 @@ class Engine(ChildHooks):
             self._go_file.touch()
 
     async def hindrance(self) -> str | None:
+        if self.slumber.is_on:
+            return "its devices are lent to training"
         return await self._gated() if self._has_devices else None
 
     async def _gated(self) -> str | None:
@@ -287,6 +286,8 @@ class Engine(ChildHooks):
                 f"another server ({state.incarnation}) answers at {self.url}, the port of "
                 f"{child.incarnation}"
             )
+        if state.is_asleep:
+            raise ChildError("it sleeps, and whoever put it to sleep is gone")
         if state.policy_version is not None:
             await self._probe()
         # Else it is an adopted server whose reload was cut off: it refuses to answer until the
@@ -300,6 +301,8 @@ class Engine(ChildHooks):
         supervision = self._site.config.supervision
         stall_s = supervision.liveness_stall_s
         monitor = HealthMonitor(stall_s=stall_s, silence_s=stall_s, now=clock.now())
+        # So it did when it was ready: one that hangs before the first look is not loading.
+        monitor.on_health("healthy", now=clock.now())
         looked = anyio.Event()
 
         def take(polled: Polled) -> None:
@@ -314,6 +317,7 @@ class Engine(ChildHooks):
             period_s=scheduling.metrics_poll_interval_s,
             timeout_s=scheduling.metrics_request_timeout_s,
             rng=self._rng,
+            has_load=lambda: not self.slumber.is_on,
         )
         health = Health("loading")
         async with anyio.create_task_group() as tasks:
@@ -323,7 +327,9 @@ class Engine(ChildHooks):
                 await looked.wait()
                 looked = anyio.Event()
                 health = monitor.health(now=clock.now())
-                if health.needs_probe:
+                if health.needs_probe and self.slumber.is_on:
+                    health = Health("dead", health.reason)  # it could pass no probe
+                elif health.needs_probe:
                     health = await self._doubted(monitor)
             tasks.cancel_scope.cancel()
         return health.reason
@@ -436,10 +442,14 @@ class Engine(ChildHooks):
             self._site.meter.on_page(instance_id, polled.incarnation, metrics.serving)
 
     def _is_excused(self, now: float) -> bool:
-        """Whether a reload may still be on its way: the first one as long as its ACK may take.
+        """Whether it sleeps, or a reload may still be on its way.
+
+        The first one may take as long as its ACK.
 
         A later one has a measure: ten times the longest so far, and no less than a stall.
         """
+        if self.slumber.is_on:
+            return True
         if self.reload_begun_at is None:
             return False
         config = self._site.config

@@ -4,8 +4,8 @@ Instances come (`add`) and go (`retire`) while the run goes on. What is asked of
 is a PeerError: whoever asks has not heard of it yet.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from random import Random
 from types import TracebackType
@@ -17,14 +17,21 @@ from anyio.abc import TaskGroup
 from libra import clock
 from libra.config.supervision import SupervisionConfig
 from libra.config.weights import WeightsConfig
-from libra.errors import PeerError
+from libra.errors import LibraError, PeerError
 from libra.ids import ChildId, Incarnation, InstanceId, RequestId
 from libra.planner.plan import InstancePlacement
 from libra.tracing.log import get_log
 from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest
 from libra_supervisor.app.drain_watch import DrainWatch
 from libra_supervisor.app.engine import Engine
-from libra_supervisor.events import ChildEvent, InstanceDrained, InstanceRetired, InstanceWarmed
+from libra_supervisor.events import (
+    ChildEvent,
+    InstanceAsleep,
+    InstanceDrained,
+    InstanceRetired,
+    InstanceWarmed,
+    InstanceWoken,
+)
 from libra_supervisor.instances.client import InstanceClient
 from libra_supervisor.instances.metrics import server_metrics
 from libra_supervisor.instances.request_watch import RequestWatch
@@ -38,7 +45,9 @@ WARM_POLL_S: Final = 0.1
 
 _OVER: Final = (ChildState.GAVE_UP, ChildState.UNKILLABLE)
 
-FleetEvent: TypeAlias = ChildEvent | InstanceRetired | InstanceWarmed | InstanceDrained
+FleetEvent: TypeAlias = (
+    ChildEvent | InstanceRetired | InstanceWarmed | InstanceDrained | InstanceAsleep | InstanceWoken
+)
 MakeEngine: TypeAlias = Callable[[InstancePlacement, bool], Engine]
 
 _log = get_log()
@@ -72,6 +81,9 @@ class Fleet:
         self._engines: dict[InstanceId, Engine] = {}
         self._supervisions: dict[InstanceId, Supervision] = {}
         self._retiring: set[InstanceId] = set()
+        self._calls: dict[InstanceId, anyio.CancelScope] = {}
+        """To sleep or to wake up, on their way."""
+
         for placement in placements:
             self._enter(placement, has_devices=True)
 
@@ -197,8 +209,60 @@ class Fleet:
         self._retiring.add(instance_id)
         self._tasks.start_soon(self._retire, instance_id)
 
+    def sleep(self, instance_id: InstanceId) -> None:
+        if self._tasks is not None:
+            self._tasks.start_soon(self._sleep, instance_id)
+
+    async def _sleep(self, instance_id: InstanceId) -> None:
+        if instance_id in self._calls:
+            return  # it has been asked
+        self._watch.end(instance_id)
+        incarnation = self.status_of(instance_id).incarnation
+        with self._call(instance_id):
+            try:
+                if incarnation is None:
+                    raise PeerError(f"{instance_id} has no process that could sleep")
+                engine = self._engine_of(instance_id)
+                await engine.slumber.begin(engine.client)
+            except LibraError as error:
+                _log.warning("instance_does_not_sleep", instance=instance_id, why=str(error))
+                self.retire(instance_id)
+                return
+            _log.info("instance_asleep", instance=instance_id)
+            await self._post(InstanceAsleep(instance_id, incarnation))
+
+    def wake(self, instance_id: InstanceId) -> None:
+        if self._tasks is not None:
+            self._tasks.start_soon(self._wake, instance_id)
+
+    async def _wake(self, instance_id: InstanceId) -> None:
+        if instance_id in self._retiring:
+            return  # it has ended in its sleep, and its retirement says what to do next
+        incarnation = self.status_of(instance_id).incarnation
+        with self._call(instance_id):
+            try:
+                engine = self._engine_of(instance_id)
+                await engine.slumber.end(engine.client)
+            except LibraError as error:
+                self.replace(instance_id, f"it does not wake up: {error}")
+                return
+            _log.info("instance_woken", instance=instance_id)
+            await self._post(InstanceWoken(instance_id, incarnation or Incarnation("")))
+
+    @contextmanager
+    def _call(self, instance_id: InstanceId) -> Iterator[None]:
+        """Whatever is done within it ends when the instance is retired."""
+        with anyio.CancelScope() as scope:
+            self._calls[instance_id] = scope
+            try:
+                yield
+            finally:
+                del self._calls[instance_id]
+
     async def _retire(self, instance_id: InstanceId) -> None:
         self._watch.end(instance_id)
+        if (scope := self._calls.get(instance_id)) is not None:
+            scope.cancel()
         supervision = self._supervisions.get(instance_id)
         is_clean = True
         if supervision is not None:

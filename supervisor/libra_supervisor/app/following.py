@@ -8,8 +8,8 @@ import hashlib
 import os
 import signal
 import traceback
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from random import Random
 from typing import Final
 
@@ -29,8 +29,9 @@ from libra.tracing.log import get_log
 from libra.version import __version__
 from libra.wire.node import PROTOCOL, Hello, StopAsked, Welcome
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
-from libra_supervisor.app.node_hands import NodeHands, Tongue
+from libra_supervisor.app.node_hands import NodeHands
 from libra_supervisor.app.node_making import MakingSite, NodeMaking
+from libra_supervisor.app.rank_relay import Tongue
 from libra_supervisor.app.user_threads import abandon_user_threads
 from libra_supervisor.events import ChildEvent
 from libra_supervisor.journal import read_run_id
@@ -52,7 +53,14 @@ from libra_supervisor.process.spawn import LinuxSpawner, become_subreaper
 from libra_supervisor.process.sweep import end_run
 from libra_supervisor.process.tree import StopDeadlines
 from libra_supervisor.ranks.link import accept_ranks, rank_socket
-from libra_supervisor.run_directory import RunDirectory, holder_of
+from libra_supervisor.run_directory import (
+    DirectoryHeldError,
+    Holder,
+    RunDirectory,
+    held,
+    holder_of,
+    in_words,
+)
 
 GLOO_VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -99,6 +107,28 @@ def config_digest(config: RunConfig) -> str:
 def node_directory(directory: RunDirectory, node: int) -> RunDirectory:
     """What belongs to one node alone: its lock, its term, its ranks' socket, its log relay."""
     return RunDirectory(directory.root / "nodes" / str(node))
+
+
+@contextmanager
+def speaking_for(node: int, own: RunDirectory) -> Iterator[None]:
+    """Be the one process that speaks for the node. Raises SiteError when another one does."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(held(own))
+        except DirectoryHeldError as error:
+            raise SiteError(_why_not_ours(node, error.holder)) from error
+        yield
+
+
+def _why_not_ours(node: int, holder: Holder | None) -> str:
+    here = os.uname().nodename
+    taken = f"{in_words(holder)} speaks for node {node} of this run already"
+    if holder is not None and holder.host == here:
+        return f"{taken}: end that process first"
+    return (
+        f"{taken}, and this is {here}: correct nodes, or say with --node-rank which node this "
+        "machine is"
+    )
 
 
 async def follow(following: Following) -> Outcome:
@@ -187,7 +217,7 @@ class _Follower:
             with rank_socket(self._own.root) as (path, listener):
                 hands.control_socket = path
                 tasks.start_soon(
-                    lambda: accept_ranks(listener, run_id=self._run_id, welcome=hands.welcome)
+                    lambda: accept_ranks(listener, run_id=self._run_id, welcome=hands.ranks.welcome)
                 )
                 tasks.start_soon(self._hear_signals, end, side)
                 tasks.start_soon(self._notifier.keep_alive)

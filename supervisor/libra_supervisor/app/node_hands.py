@@ -1,4 +1,4 @@
-"""What a follower does for its leader: starts and ends processes here, relays ranks' words.
+"""What a follower does for its leader: starts and ends processes here, holds ports, looks.
 
 Ranks (children that are bound) end with the lease; servers wait for a leader. A child that nobody
 claims in a new session is ended before anything is started under its name, so a slot never has two.
@@ -9,9 +9,7 @@ from typing import Final, Protocol, assert_never
 
 import anyio
 import anyio.abc
-import msgspec
 
-from libra import clock
 from libra.errors import InvariantError, LibraError, PeerError, SiteError
 from libra.ids import ChildId, Incarnation, RunId
 from libra.tracing.log import get_log
@@ -21,13 +19,13 @@ from libra.wire.node import NodeCommand, NodeEvent, Welcome
 from libra.wire.node_rollouts import RolloutOrder
 from libra.wire.rank import Hello as RankHello
 from libra_supervisor.app.node_looks import devices_of, read, seen
+from libra_supervisor.app.rank_relay import RankRelay, Tongue
 from libra_supervisor.instances.port_lease import PortLease, lease_port
 from libra_supervisor.process.child import RunningChild
 from libra_supervisor.process.identity import boot_id
 from libra_supervisor.process.spawn import Spawner
 from libra_supervisor.process.spec import Limits, ProcessSpec
 from libra_supervisor.process.tree import StopDeadlines, TreeEnded
-from libra_supervisor.ranks.link import RankLink
 
 CONTROL_VARIABLE: Final = "LIBRA_CONTROL"
 DEVICES_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -36,18 +34,6 @@ GANG_VARIABLE: Final = "LIBRA_GANG"
 _KILL_WAIT_S: Final = 5.0
 
 _log = get_log()
-
-
-class Tongue:
-    """How the hands speak: set once the link is there."""
-
-    def __init__(
-        self,
-        say: Callable[[NodeEvent], None],
-        say_when_room: Callable[[NodeEvent], Awaitable[None]],
-    ) -> None:
-        self.say = say
-        self.say_when_room = say_when_room
 
 
 class Making(Protocol):
@@ -108,14 +94,13 @@ class NodeHands:
         self._swept = anyio.Event()
         self._held: dict[Incarnation, HeldChild] = {}
         self._ports: dict[int, PortLease] = {}
-        self._links: dict[int, RankLink] = {}
-        self._pieces: dict[int, anyio.abc.ObjectSendStream[bytes]] = {}
-        self._num_links = 0
+        self.ranks = RankRelay(self.agent_of)
         self.control_socket = ""
         """Of the ranks here."""
 
     def speak_through(self, tongue: Tongue) -> None:
         self._tongue = tongue
+        self.ranks.speak_through(tongue)
 
     def make_through(self, making: Making) -> None:
         self._making = making
@@ -163,11 +148,9 @@ class NodeHands:
             case wire.ReadWeights():
                 self._tasks.start_soon(self._answer, read, command)
             case wire.ToRank(link, data):
-                if link in self._pieces:
-                    await self._pieces[link].send(data)
+                await self.ranks.pass_on(link, data)
             case wire.DropRank(link):
-                if link in self._links:
-                    self._links[link].close()
+                self.ranks.drop(link)
             case wire.Leave(exit_code, reason):
                 self._on_leave(exit_code, reason)
             case (
@@ -191,8 +174,7 @@ class NodeHands:
         if bound:
             _log.warning("ranks_let_go", why=reason, num_agents=len(bound))
         await self._end_all(bound, StopDeadlines(term_grace_s=0, kill_wait_s=_KILL_WAIT_S))
-        for link in tuple(self._links.values()):
-            link.close()
+        self.ranks.drop_all()
 
     async def end_servers(self, reason: str) -> None:
         if self._held:
@@ -342,66 +324,13 @@ class NodeHands:
         if lease is not None:
             lease.close()
 
-    # Ranks
-
-    async def welcome(self, hello: RankHello, link: RankLink) -> None:
-        """Serve one rank until its end. Raises PeerError to turn it away."""
-        agent = self._agent_of(hello)
-        if link.peer is not None:
-            # Ranks make their own sessions; with its identity the tree ends it for sure.
-            agent.child.tree.add_root(link.peer)
-        self._num_links += 1
-        number = self._num_links
-        send, receive = anyio.create_memory_object_stream[bytes](float("inf"))
-        self._links[number], self._pieces[number] = link, send
-        self._say(wire.RankLinked(number, hello))
-        error = ""
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._write, link, receive, tasks.cancel_scope)
-                tasks.start_soon(self._attach_output, agent, hello.rank, link)
-                error = await self._read(number, link)
-                tasks.cancel_scope.cancel()
-        finally:
-            send.close()
-            receive.close()
-            del self._links[number], self._pieces[number]
-            self._say(wire.RankUnlinked(number, error))
-
-    def _agent_of(self, hello: RankHello) -> HeldChild:
+    def agent_of(self, hello: RankHello) -> RunningChild:
+        """What runs the ranks of an attempt here. Raises PeerError when nothing does."""
         wanted = (hello.gang, str(hello.attempt))
         for held in self._held.values():
             if held.is_bound and (held.gang, held.attempt) == wanted:
-                return held
+                return held.child
         raise PeerError(f"attempt {hello.attempt} of {hello.gang} does not run here")
-
-    async def _attach_output(self, agent: HeldChild, rank: int, link: RankLink) -> None:
-        while (fds := link.take_output()) is None:
-            await clock.sleep(0.05)
-        agent.child.attach_rank(rank, *fds)
-
-    async def _read(self, number: int, link: RankLink) -> str:
-        """Pass on what the rank says until its end; the reason when it is not a clean one."""
-        try:
-            while (event := await link.receive()) is not None:
-                body = msgspec.msgpack.encode(event)
-                if self._tongue is not None:
-                    await self._tongue.say_when_room(wire.FromRank(number, body))
-        except PeerError as error:
-            return str(error)
-        return ""
-
-    async def _write(
-        self,
-        link: RankLink,
-        pieces: anyio.abc.ObjectReceiveStream[bytes],
-        scope: anyio.CancelScope,
-    ) -> None:
-        try:
-            async for piece in pieces:
-                await link.send(piece)
-        except PeerError:
-            scope.cancel()
 
     # Speaking
 

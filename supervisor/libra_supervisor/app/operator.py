@@ -81,9 +81,6 @@ class Operator:
         self._control = control
         self._inbox = inbox
         self.registry = CollectorRegistry()
-        self.engines_of_node: Callable[[int], tuple[InstanceId, ...]] = _none_there
-        """Engines by node, of a run over several."""
-
         self.nodes: Callable[[], tuple[NodeStatus, ...]] = tuple
         """The machines of the run; none are named when there is one."""
 
@@ -180,9 +177,14 @@ class Operator:
 
     async def _on_node(self, verb: Verb, node: int) -> VerbReply:
         """Every engine there, so that its machine serves nothing: nothing else of it changes."""
-        there = self.engines_of_node(node)
+        last = max((status.node for status in self.nodes()), default=0)
+        if node > last:
+            known = f"its nodes are 0 to {last}" if last else "it has one, node 0"
+            return VerbReply(ok=False, message=f"the run has no node {node}; {known}")
+        placed = self._control.plans.plan.instances
+        there = tuple(it.instance_id for it in placed if it.node == node)
         if not there:
-            return VerbReply(ok=False, message=f"no engine is on node {node}")
+            return VerbReply(ok=False, message=f"no rollout instance is on node {node}")
         replies = [await self._on_engine(verb, instance_id) for instance_id in there]
         refused = [reply for reply in replies if not reply.ok]
         if len(refused) == len(replies):
@@ -193,7 +195,7 @@ class Operator:
 
     async def _on_engine(self, verb: Verb, target: str) -> VerbReply:
         if target not in self._engine_ids():
-            known = ", ".join(self._engine_ids())
+            known = ", ".join(self._engine_ids()) or "none"
             return VerbReply(ok=False, message=f"no engine {target!r}; there are {known}")
         instance_id = InstanceId(target)
         if self._control.pool[instance_id].state is MemberState.GONE:
@@ -201,6 +203,12 @@ class Operator:
                 ok=False,
                 message=f"{target} was given up and stays down until the run is resumed: "
                 f"{self._control.pool[instance_id].last_error}",
+            )
+        if self._control.pool[instance_id].state is MemberState.ASLEEP:
+            return VerbReply(
+                ok=False,
+                message=f"{target} sleeps while training has its devices; a change of the plan "
+                "(replan) gives them back, or ends it",
             )
         if verb == "restart" and not self._facts.manages_engines:
             return VerbReply(
@@ -331,6 +339,9 @@ def waiting_for(control: Control) -> str:
         parts.append(f"the checkpoint of step {cycle.saving_step} is being written")
     if (change := control.plans.change) is not None and change.current is not None:
         parts.append(f"the plan changes: {in_words(change.current)}")
+    elif control.plans.lent_from is not None:
+        left = control.desk.num_batches(PolicyVersion(control.cycle.step))
+        parts.append(f"nothing serves: {left} batches are left before a server comes back")
     if (progress := control.evaluator.progress) is not None:
         num_ended, total = progress
         parts.append(f"{num_ended} of {total} trajectories are evaluated")
@@ -366,7 +377,3 @@ def _loading(control: Control) -> str:
     if control.publication.is_being_checked:
         return "the files are being checked"
     return ", ".join(control.publication.waiting_for) or "the trainer's verdict"
-
-
-def _none_there(_node: int) -> tuple[InstanceId, ...]:
-    return ()

@@ -31,7 +31,7 @@ from libra.wire.api import PlanOrder, VerbReply
 from libra_supervisor.events import Event, ReconfigurationEnded, ReconfigurationWanted
 from libra_supervisor.loop.commands import Command, WriteStep
 from libra_supervisor.loop.control import Control
-from libra_supervisor.loop.plan_life import why_not_now
+from libra_supervisor.loop.plan_life import why_not_lent, why_not_now
 from libra_supervisor.records.reconfiguration import DecisionRecord, Line
 
 _log = get_log()
@@ -53,6 +53,9 @@ class DeskPorts(msgspec.Struct, frozen=True, kw_only=True):
     post: Callable[[Event], Awaitable[None]]
     gpus_per_node: int
     """Devices of each machine, those that no plan uses included."""
+
+    lead_steps: Callable[[], float] = lambda: 0.0
+    """How long training could go on if nothing served."""
 
 
 class Outcomes(msgspec.Struct, kw_only=True):
@@ -122,8 +125,10 @@ class ReplanDesk:
             return
         self.outcomes.num_ended[event.outcome] += 1
         self.outcomes.last_ended = event
-        if event.decision_id != self._pending_id and event.outcome == "done":
+        if event.cause in ("node_lost", "node_back") and event.outcome == "done":
             self._replanner.on_other_plan()
+        if event.cause == "starved" and event.outcome == "done":
+            self._replanner.on_given_back(clock.now())
         if event.decision_id == self._pending_id:
             self._pending_id = None
             self._replanner.on_switched(
@@ -163,7 +168,7 @@ class ReplanDesk:
     async def _order(self, question: Question, wanted: Plan, *, is_dry_run: bool) -> VerbReply:
         control = self._ports.control
         plan, judgement = control.plans.judged(control.pool, wanted)
-        if why := self._why_not_now():
+        if why := self._why_not_now() or why_not_lent(control, plan):
             judgement = Refusal(why)
         refusal = judgement.reason if isinstance(judgement, Refusal) else ""
         numbers = {} if refusal else expectations(question, plan)
@@ -239,6 +244,7 @@ class ReplanDesk:
             self._steps_left(),
             is_asked=is_asked,
             why_not=self._why_not(),
+            lead_steps=self._ports.lead_steps(),
         )
 
     async def _follow(self, decision_id: int, verdict: Verdict) -> None:
@@ -256,7 +262,8 @@ class ReplanDesk:
 
     def _why_not(self) -> Callable[[Plan], str]:
         """What the changing part would say of a plan, from where the run stands now."""
-        plans, pool = self._ports.control.plans, self._ports.control.pool
+        control = self._ports.control
+        plans, pool = control.plans, control.pool
         plan, ground = plans.plan, plans.ground_in_force(pool)
         # What is only written down has to be possible all the same.
         policy = msgspec.structs.replace(plans.policy, is_plan_only=False)
@@ -264,7 +271,11 @@ class ReplanDesk:
         def why_not(wanted: Plan) -> str:
             if not policy.is_enabled:
                 return ""
-            if why := plans.presence.missed_by(wanted) or plans.why_not(wanted):
+            if why := (
+                plans.presence.missed_by(wanted)
+                or why_not_lent(control, wanted)
+                or plans.why_not(wanted)
+            ):
                 return why
             number = next_number_after(plan)
             found = matched_by(policy, plan, wanted, next_number=number, lost=plans.unusable)

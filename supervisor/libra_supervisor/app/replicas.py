@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 from libra.ids import ReplicaId
 from libra.planner.plan import HybridPlacement
 from libra.storage.atomic import discard_directory
-from libra.wire.rank import RankCommand, TrainStep
+from libra.wire.rank import RankCommand, RankWarm, TrainStep
 from libra_supervisor import events
 from libra_supervisor.app.rank_mail import RankMail
 from libra_supervisor.ports import Shards
@@ -24,8 +24,10 @@ from libra_supervisor.run_directory import RunDirectory
 _ONLY_ATTEMPT = 1
 
 Hear: TypeAlias = Callable[[GangEvent], Awaitable[None]]
-Make: TypeAlias = Callable[[HybridPlacement, Hear], Gang]
-"""A gang on the placement's slots that is never restarted, and tells what happens to it."""
+Make: TypeAlias = Callable[[HybridPlacement, Hear, bool], Gang]
+"""A gang on the placement's slots that is never restarted, and tells what happens to it.
+
+Without devices (False) its ranks wait for TakeDevice."""
 
 
 def make_replica_folder(directory: RunDirectory) -> None:
@@ -52,8 +54,8 @@ class Replicas:
         """Gangs are started in `tasks` from now on."""
         self._begun = [tasks]
 
-    def start(self, placement: HybridPlacement) -> None:
-        replica = _Replica(placement, self._make, self._post)
+    def start(self, placement: HybridPlacement, *, has_devices: bool) -> None:
+        replica = _Replica(placement, self._make, self._post, has_devices=has_devices)
         self._running[placement.replica_id] = replica
         (tasks,) = self._begun
         tasks.start_soon(self._run, replica)
@@ -99,11 +101,14 @@ class _Replica:
         placement: HybridPlacement,
         make: Make,
         post: Callable[[events.Event], Awaitable[None]],
+        *,
+        has_devices: bool,
     ) -> None:
+        self._num_cold = len(placement.slots)
         self.replica_id = placement.replica_id
         self.reason = "it was told to leave"
         self._post = post
-        self.gang = make(placement, self._hear)
+        self.gang = make(placement, self._hear, has_devices)
         self.mail = RankMail(self.gang)
 
     async def run(self) -> None:
@@ -117,6 +122,10 @@ class _Replica:
         match event:
             case events.GangReady():
                 await self._post(events.ReplicaReady(self.replica_id))
+            case events.RankSaid(event=RankWarm()):
+                self._num_cold -= 1
+                if not self._num_cold:
+                    await self._post(events.HybridWarmed(self.replica_id))
             case events.RankSaid(event=said):
                 await self._post(events.ReplicaSaid(self.replica_id, said))
             case events.GangGaveUp(reason=reason):

@@ -14,7 +14,7 @@ from anyio.abc import TaskGroup
 from msgspec.structs import asdict, astuple
 
 from libra import clock
-from libra.ids import ChildId, InstanceId, NodeRank, RunId
+from libra.ids import ChildId, NodeRank, RunId
 from libra.planner.plan import plan_in_words
 from libra.planner.probe import SwitchPlan
 from libra.planner.replan import Replanner
@@ -28,6 +28,7 @@ from libra_supervisor.api.server import api_server
 from libra_supervisor.app.adoption import adoptee_of, take_over
 from libra_supervisor.app.builder import Builder
 from libra_supervisor.app.cluster import Cluster
+from libra_supervisor.app.cluster_routing import ClusterRouting
 from libra_supervisor.app.collector import RunCollector, Sources, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Fleet
@@ -43,7 +44,7 @@ from libra_supervisor.app.recall import RunMemory, record_run_id, recorded_run_i
 from libra_supervisor.app.replan_desk import DeskPorts, ReplanDesk
 from libra_supervisor.app.replicas import Replicas
 from libra_supervisor.app.routing import SchedulerRouting, explained_if_debugging
-from libra_supervisor.app.spread_rollouts import ClusterRouting, SpreadRollouts
+from libra_supervisor.app.spread_rollouts import SpreadRollouts
 from libra_supervisor.app.tracer import Tracer
 from libra_supervisor.app.user_threads import abandon_user_threads
 from libra_supervisor.display.console import Display
@@ -55,6 +56,7 @@ from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.execute import Executor, Ports
 from libra_supervisor.loop.run import run_loop, tick
+from libra_supervisor.loop.server_need import lead_steps
 from libra_supervisor.loop.stall import StallMeter, measure_stalls
 from libra_supervisor.notify import Notifier
 from libra_supervisor.process.cgroup import delegated_root
@@ -271,15 +273,9 @@ class Run:
     def _show_nodes(
         self, operator: Operator, cluster: Cluster, others: SpreadRollouts | None
     ) -> None:
-        operator.engines_of_node = self._engines_of_node
         if others is not None:
             operator.nodes = lambda: others.status(cluster.status(self._note_of_node))
             operator.num_in_flight = others.num_in_flight
-
-    def _engines_of_node(self, node: int) -> tuple[InstanceId, ...]:
-        instances = self._control.plans.plan.instances
-        # Servers of others lie on no node.
-        return tuple(it.instance_id for it in instances if it.node == node and it.slots)
 
     def _note_of_node(self, node: NodeRank) -> str:
         """What the run makes of a node that it does not count on."""
@@ -482,6 +478,7 @@ class Run:
                 write=RecordsWriter(launch.directory).write_reconfiguration,
                 post=self.inbox.post,
                 gpus_per_node=per_node or len(launch.devices),
+                lead_steps=lambda: lead_steps(self._control, now=clock.now()),
             ),
             last_decision_id=last_decision_id(launch.directory.reconfigurations),
             started_at=clock.now(),

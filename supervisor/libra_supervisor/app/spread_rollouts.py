@@ -12,16 +12,15 @@ import anyio
 import msgspec
 
 from libra.errors import PeerError
-from libra.ids import GroupId, Incarnation, InstanceId, NodeRank, PolicyVersion
+from libra.ids import GroupId, InstanceId, NodeRank
 from libra.rollouts.evaluation import is_evaluated
 from libra.rollouts.group import AdmittedGroup
-from libra.rollouts.trajectory import FailureKind, SampleFailed, Trajectory
+from libra.rollouts.trajectory import SampleFailed
 from libra.tracing.log import get_log
 from libra.wire import node_rollouts as wire
 from libra.wire.api import NodeStatus
 from libra.wire.node_rollouts import MAX_TRAJECTORY_BYTES, RolloutOrder, RolloutWord
 from libra_supervisor.app.drain_watch import Traffic
-from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.events import (
     SampleFinished,
     SampleGaveUp,
@@ -30,7 +29,7 @@ from libra_supervisor.events import (
 )
 from libra_supervisor.nodes.remote import RemoteNode
 from libra_supervisor.nodes.site import LEADER
-from libra_supervisor.ports import Routing
+from libra_supervisor.rollouts.border import arrived_trajectory, failure_kind
 from libra_supervisor.rollouts.roster import Roster
 from libra_supervisor.rollouts.runner import Post, RolloutRunner, SampleEvent
 from libra_supervisor.rollouts.spread import Again, Drop, Make, Spread, SpreadCommand
@@ -193,6 +192,7 @@ class SpreadRollouts:
         self._take_back(node)
 
     def on_word(self, node: NodeRank, word: RolloutWord) -> None:  # noqa: C901, PLR0912 - a table
+        """Raises PeerError for a word without sense."""
         match word:
             case wire.CanMake(fingerprints):
                 self._on_able(node, fingerprints)
@@ -210,7 +210,7 @@ class SpreadRollouts:
             case wire.SampleAlive(job, sample):
                 self._hear(self._spread.on_alive(node, job, sample))
             case wire.SampleGone(job, sample, kind, message):
-                failure = SampleFailed(msgspec.convert(kind, FailureKind), message)
+                failure = SampleFailed(failure_kind(kind), message)
                 self._hear(self._spread.on_failed(node, job, sample, failure))
             case wire.TrajectoryPiece():
                 self._on_piece(node, word)
@@ -323,7 +323,8 @@ class SpreadRollouts:
             self._wake.set()
 
     def _on_piece(self, node: NodeRank, piece: wire.TrajectoryPiece) -> None:
-        if not self._spread.is_open(node, piece.job, piece.sample):
+        group = self._spread.group_of(node, piece.job, piece.sample)
+        if group is None:
             return
         of_node, key = self._pieces.setdefault(node, {}), (piece.job, piece.sample)
         data = of_node.setdefault(key, bytearray())
@@ -332,16 +333,14 @@ class SpreadRollouts:
             return
         del of_node[key]
         try:
-            trajectory = msgspec.msgpack.decode(data, type=Trajectory)
-        except msgspec.MsgspecError as error:
+            trajectory = arrived_trajectory(data, group, piece.sample)
+        except PeerError as error:
             failure = SampleFailed("workflow", f"node {node} sent no trajectory: {error}")
             self._hear(self._spread.on_failed(node, piece.job, piece.sample, failure))
             return
-        finished = self._spread.on_finished(node, piece.job, trajectory)
-        if finished is not None:
-            for instance_id in set(trajectory.instance_ids):
-                self._note_served(instance_id)
-        self._hear(finished)
+        self._hear(self._spread.on_finished(node, piece.job, trajectory))
+        for instance_id in set(trajectory.instance_ids):
+            self._note_served(instance_id)
 
     def _forget_pieces(self, node: NodeRank, job: int) -> None:
         of_node = self._pieces.get(node, {})
@@ -357,57 +356,6 @@ class SpreadRollouts:
             num_samples=self._spread.num_unfinished(node),
             detail=status.detail or why,
         )
-
-
-class ClusterRouting:
-    """`libra_supervisor.ports.Routing` that has the other nodes know of servers, too."""
-
-    def __init__(self, own: Routing, fleet: Fleet, rollouts: SpreadRollouts) -> None:
-        self._own = own
-        self._fleet = fleet
-        self._rollouts = rollouts
-
-    def know(
-        self,
-        instance_id: InstanceId,
-        incarnation: Incarnation,
-        kv_capacity_tokens: int | None,
-        *,
-        is_planned: bool,
-    ) -> None:
-        self._own.know(instance_id, incarnation, kv_capacity_tokens, is_planned=is_planned)
-        url = self._fleet.url_or_none(instance_id)
-        if url is None:
-            return  # its process has ended since it answered
-        self._rollouts.roster.know(
-            instance_id,
-            incarnation,
-            url=url,
-            tp=self._fleet.tp_of(instance_id),
-            kv_capacity_tokens=kv_capacity_tokens,
-            is_planned=is_planned,
-        )
-        self._rollouts.note_roster()
-
-    def serve(self, instance_id: InstanceId, version: int) -> None:
-        self._own.serve(instance_id, version)
-        self._rollouts.roster.serve(instance_id, PolicyVersion(version))
-        self._rollouts.note_roster()
-
-    def places_of(self, group_ids: Sequence[GroupId]) -> dict[str, str]:
-        nodes = {group_id: self._rollouts.node_of(group_id) for group_id in group_ids}
-        there = {str(it): f"is made on node {node}" for it, node in nodes.items() if node}
-        return {**self._own.places_of(group_ids), **there}
-
-    def forget(self, instance_id: InstanceId) -> None:
-        self._own.forget(instance_id)
-        self._rollouts.roster.forget(instance_id)
-        self._rollouts.note_roster()
-
-    def withdraw(self, instance_id: InstanceId, *, is_draining: bool) -> None:
-        self._own.withdraw(instance_id, is_draining=is_draining)
-        self._rollouts.roster.withdraw(instance_id, is_draining=is_draining)
-        self._rollouts.note_roster()
 
 
 def _order(job: int, group: AdmittedGroup, samples: tuple[int, ...]) -> wire.MakeSamples:

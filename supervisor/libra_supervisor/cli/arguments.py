@@ -5,7 +5,12 @@ from pathlib import Path
 
 from libra.version import __version__
 
-VERBS_ON_TARGET = ("drain", "undrain", "restart")
+_ON_TARGET = {
+    "drain": "take a rollout instance, or all of a node, out of routing",
+    "undrain": "route to a rollout instance, or to all of a node, again",
+    "restart": "restart one rollout instance",
+}
+VERBS_ON_TARGET = tuple(_ON_TARGET)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -161,6 +166,13 @@ def _add_trace(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     )
 
 
+def _rank(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is no node; they count from 0")
+    return number
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -181,14 +193,17 @@ def _add_control(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     _add_replan(verbs)
     _add_logs(verbs)
     for verb in VERBS_ON_TARGET:
-        act = verbs.add_parser(verb, help=f"{verb} one rollout instance")
+        act = verbs.add_parser(verb, help=_ON_TARGET[verb])
         if verb == "restart":
             act.add_argument("target", help="the instance's name, e.g. vllm-0")
         else:
             whose = act.add_mutually_exclusive_group(required=True)
             whose.add_argument("target", nargs="?", default="", help="its name, e.g. vllm-0")
             whose.add_argument(
-                "--node", type=int, metavar="N", help="every instance of this node of the run"
+                "--node",
+                type=_rank,
+                metavar="N",
+                help="every rollout instance on this node, counted from 0; trainer ranks stay",
             )
         _add_run_dir(act, "directory of the run (default: the newest in runs/)")
 

@@ -3,6 +3,7 @@
 import re
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import aclosing
 from datetime import datetime
 from pathlib import Path
@@ -20,10 +21,10 @@ from libra_supervisor.process.log_reader import (
     follow_lines,
     read_lines,
 )
+from libra_supervisor.ranks.torchrun import is_of_core
 from libra_supervisor.run_directory import RunDirectory
 
 RUNS = Path("runs")
-TRAINER = ChildId("trainer")
 NS_PER_S: Final = 1_000_000_000
 _UNIT_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -36,7 +37,8 @@ def logs(options: Namespace) -> int:
         raise SiteError(f"{root} has no logs; name a run with --run-dir")
     query = LogQuery(
         directory=directory,
-        child_ids=_wanted(directory, options),
+        child_ids=_named(directory, options),
+        is_of_kind=_KINDS[options.role],
         rank=options.rank,
         since_ns=0 if options.since is None else since_ns(options.since, now_ns=clock.wall_ns()),
     )
@@ -83,21 +85,25 @@ def _print(line: LogLine) -> None:
     sys.stdout.write(line_text(line) + "\n")
 
 
-def _wanted(directory: Path, options: Namespace) -> tuple[ChildId, ...]:
-    """Children asked for; all when none was. Raises ConfigError for one that has no log."""
+def _named(directory: Path, options: Namespace) -> tuple[ChildId, ...]:
+    """Children asked for by name. Raises ConfigError for one that has no log."""
     there = children_logged(directory)
     unknown = [name for name in options.child if name not in there]
     if unknown:
         raise ConfigError(f"no log of {', '.join(unknown)}; there are {', '.join(there) or 'none'}")
-    if options.child:
-        return tuple(ChildId(name) for name in options.child)
-    match options.role:
-        case "trainer":
-            return (TRAINER,)
-        case "rollout":
-            return tuple(child for child in there if child != TRAINER)
-        case _:
-            return ()
+    return tuple(ChildId(name) for name in options.child)
+
+
+def _is_not_of_core(child_id: ChildId) -> bool:
+    return not is_of_core(child_id)
+
+
+_KINDS: Final[dict[str | None, Callable[[ChildId], bool] | None]] = {
+    None: None,
+    "trainer": is_of_core,
+    "rollout": _is_not_of_core,
+}
+"""By `--role`."""
 
 
 def _newest() -> Path:

@@ -16,7 +16,7 @@ from libra.planner.plan import plan_in_words
 from libra.storage.checkpoints import read_checkpoint_manifest
 from libra.tracing.log import set_up_logging
 from libra.workflows.loading import load_workflow, warning_of
-from libra_supervisor.app.following import Following, follow, node_directory
+from libra_supervisor.app.following import Following, follow, node_directory, speaking_for
 from libra_supervisor.app.forking import plant_checkpoint
 from libra_supervisor.app.launch import (
     Launch,
@@ -182,7 +182,7 @@ def _follow(
         token=token,
         devices=cuda_devices(environ) if device == "cuda" else (),
     )
-    with held(own), display_on(sys.stderr) as display:
+    with speaking_for(site.rank, own), display_on(sys.stderr) as display:
         event_log = set_up_logging(own.control_log, show=display.log, level=options.log_level)
         try:
             outcome = anyio.run(follow, following, backend_options={"use_uvloop": True})

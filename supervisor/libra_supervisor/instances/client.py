@@ -122,6 +122,26 @@ class InstanceClient:
         )
         return self._decoded(await self._transport.call(call), ReloadAck, call)
 
+    async def sleep(self, *, timeout_s: float) -> None:
+        """Have its workers give their device memory back, the weights into host memory.
+
+        Ends what is in flight. Until `wake_up` nothing but health is to be asked for.
+        """
+        await self._transport.call(self._memory_call("/sleep?level=1", timeout_s))
+
+    async def wake_up(self, *, timeout_s: float) -> None:
+        """Have its workers take their device memory again, with the weights that they had."""
+        await self._transport.call(self._memory_call("/wake_up", timeout_s))
+
+    def _memory_call(self, path: str, timeout_s: float) -> Call:
+        return Call(
+            method="POST",
+            path=path,
+            doing=f"answering {path}",
+            limits=CallLimits(first_byte_s=timeout_s, whole_s=timeout_s),
+            headers=self._authorization,
+        )
+
     async def state(self) -> InstanceState:
         call = Call(
             method="GET",

@@ -44,7 +44,7 @@ class Polled(msgspec.Struct, frozen=True, kw_only=True):
 class InstancePoller:
     """Looks at one process until it is cancelled, and hands every look to `sink`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - whom, how often, and for whom
         self,
         client: PolledClient,
         incarnation: Incarnation,
@@ -53,7 +53,10 @@ class InstancePoller:
         period_s: float,
         timeout_s: float,
         rng: Random,
+        has_load: Callable[[], bool] = lambda: True,
     ) -> None:
+        """Without `has_load` nothing but health is asked for."""
+        self._has_load = has_load
         self._client = client
         self._incarnation = incarnation
         self._sink = sink
@@ -72,7 +75,7 @@ class InstancePoller:
 
     async def _look(self) -> Polled:
         health, health_error = await self._health()
-        metrics, metrics_error = await self._metrics()
+        metrics, metrics_error = await self._metrics() if self._has_load() else (None, "")
         return Polled(
             instance_id=self._client.instance_id,
             incarnation=self._incarnation,

@@ -166,6 +166,10 @@ def _arguments(config: RunConfig, placement: InstancePlacement) -> tuple[str, ..
         # Part of a prompt with a seed ends a CPU engine: "CPU Generator does not use offset".
         flags.append("--no-enable-chunked-prefill")
         values["--max-num-batched-tokens"] = max(rollout.max_model_len, CPU_BATCHED_TOKENS)
+    keeps_lent = config.global_resource_planner.runtime_lent_servers == "sleep"
+    if keeps_lent and placement.device_kind == "cuda":
+        # On CPU vLLM refuses the flag; the calls pause the engine there, without it.
+        flags.append("--enable-sleep-mode")
     if _is_eager(config, placement):
         flags.append("--enforce-eager")
     pairs = (str(part) for pair in values.items() for part in pair)

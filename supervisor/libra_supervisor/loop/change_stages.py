@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from libra.ids import InstanceId
 from libra.pools.ground import Stage
 from libra.pools.hybrid import Hybrid, HybridState
-from libra.pools.member import ANSWERING
+from libra.pools.member import ANSWERING, MemberState
 from libra.pools.reconfiguration import Reconfiguration
 from libra_supervisor.loop.cycle import Phase
 from libra_supervisor.loop.run_state import RunState
@@ -14,6 +14,7 @@ TRAINER = "trainer"
 _STAGES = {
     Stage.WARMING: "warm",
     Stage.DRAINING: "drain",
+    Stage.FALLING_ASLEEP: "sleep",
     Stage.STOPPING: "stop",
     Stage.COOLING: "stop",
 }
@@ -29,14 +30,16 @@ def _instances(state: RunState, change: Reconfiguration) -> Iterator[tuple[str, 
         if server.instance_id in change.untouched:
             continue
         if server.stage is Stage.STARTING:
-            yield server.instance_id, "load" if _answers(state, server.instance_id) else "start"
+            yield server.instance_id, _on_its_way(state, server.instance_id)
         elif server.stage in _STAGES:
             yield server.instance_id, _STAGES[server.stage]
 
 
-def _answers(state: RunState, instance_id: InstanceId) -> bool:
+def _on_its_way(state: RunState, instance_id: InstanceId) -> str:
     member = state.pool.get(instance_id)
-    return member is not None and member.state in ANSWERING
+    if member is not None and member.state is MemberState.WAKING:
+        return "wake"
+    return "load" if member is not None and member.state in ANSWERING else "start"
 
 
 def _replicas(state: RunState, change: Reconfiguration) -> Iterator[tuple[str, str]]:
@@ -46,7 +49,9 @@ def _replicas(state: RunState, change: Reconfiguration) -> Iterator[tuple[str, s
     known = {it.replica_id: it for it in pool.hybrids}
     for placed in change.ground.hybrids:
         hybrid = known.get(placed.placement.replica_id)
-        if hybrid is not None and not placed.is_member:
+        if placed.waits is Stage.WARMING:
+            yield placed.placement.replica_id, "warm"
+        elif hybrid is not None and not placed.is_member and placed.waits is None:
             yield hybrid.replica_id, _of_replica(hybrid, saving=pool.saving)
 
 

@@ -78,6 +78,8 @@ class DropSnapshot(msgspec.Struct, frozen=True, tag=True):
 
 class StartReplica(msgspec.Struct, frozen=True, tag=True):
     placement: HybridPlacement
+    has_devices: bool = True
+    """False: as far as it comes without; TakeDevice lets its ranks go on."""
 
 
 class StopReplica(msgspec.Struct, frozen=True, tag=True):
@@ -176,8 +178,20 @@ class RetireInstance(msgspec.Struct, frozen=True, tag=True):
     instance_id: InstanceId
 
 
+class SleepInstance(msgspec.Struct, frozen=True, tag=True):
+    """Have a server give its devices back and stay."""
+
+    instance_id: InstanceId
+
+
+class WakeInstance(msgspec.Struct, frozen=True, tag=True):
+    """Have a sleeping server take its devices again."""
+
+    instance_id: InstanceId
+
+
 class ForgetInstance(msgspec.Struct, frozen=True, tag=True):
-    """It has ended for good: requests are routed without it."""
+    """It serves nothing any more: requests are routed without it."""
 
     instance_id: InstanceId
 
@@ -328,6 +342,8 @@ Command: TypeAlias = (
     | DrainInstance
     | KeepInstance
     | RetireInstance
+    | SleepInstance
+    | WakeInstance
     | ForgetInstance
     | ReshapeGang
     | KeepPlan

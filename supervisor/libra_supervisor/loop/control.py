@@ -15,6 +15,7 @@ from libra_supervisor.loop import (
     plan_life,
     requests,
     samples,
+    sleepers,
 )
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.moment import Moment
@@ -66,6 +67,7 @@ class Control(RunState):
             case (
                 events.ReconfigurationWanted()
                 | events.ReconfigurationEnded()
+                | events.HybridWarmed()
                 | events.HybridJoined()
                 | events.HybridLost()
                 | events.HybridLeft()
@@ -73,7 +75,14 @@ class Control(RunState):
                 return plan_life.on_plan(self, event, at)
             case events.ReplicaReady() | events.ReplicaSaid() | events.ReplicaDown():
                 return hybrid_life.on_replica(self, event, at)
-            case events.InstanceDrained() | events.InstanceWarmed() | events.InstanceRetired():
+            case events.InstanceWoken():
+                return sleepers.on_woken(self, event)
+            case (
+                events.InstanceDrained()
+                | events.InstanceWarmed()
+                | events.InstanceAsleep()
+                | events.InstanceRetired()
+            ):
                 return plan_life.on_instance(self, event, at)
             case events.NodeJoined() | events.NodeLost():
                 node_life.on_node(self, event, at)

@@ -310,6 +310,20 @@ class Cycle:
         self._evaluating = self._evaluated = None
         return ()
 
+    def next_batch_step(self, *, now: float) -> int | None:
+        """The step whose batch is taken next; None when the run ends before one is."""
+        is_training = self._phase is Phase.TRAINING
+        step = self._step + (2 if is_training else 1)
+        last = self._limits.total_steps
+        is_beyond = last is not None and step > last
+        return None if is_beyond or self.end_reason(now=now) is not None else step
+
+    @property
+    def num_steps_until_evaluation(self) -> int | None:
+        """From the newest trained step to the next version that is evaluated; None: none is."""
+        interval = self._limits.eval_interval
+        return None if interval is None else interval - self._step % interval
+
     def end_reason(self, *, now: float) -> str | None:
         """Why the run is over after what is in progress; None while it should go on."""
         limits = self._limits

@@ -156,8 +156,8 @@ class Executor:
                 self._start(self._take_snapshot, command, self._new_save())
             case commands.DropSnapshot(directory):
                 self._start(self._drop_snapshot, Path(directory))
-            case commands.StartReplica(placement):
-                ports.replicas.start(placement)
+            case commands.StartReplica(placement, has_devices):
+                ports.replicas.start(placement, has_devices=has_devices)
             case commands.StopReplica(replica_id):
                 ports.replicas.stop(replica_id)
             case commands.TellReplica(replica_id, message):
@@ -187,6 +187,10 @@ class Executor:
                 ports.engines.keep(instance_id)
             case commands.RetireInstance(instance_id):
                 ports.engines.retire(instance_id)
+            case commands.SleepInstance(instance_id):
+                ports.engines.sleep(instance_id)
+            case commands.WakeInstance(instance_id):
+                ports.engines.wake(instance_id)
             case commands.ForgetInstance(instance_id):
                 ports.routing.forget(instance_id)
             case commands.ReshapeGang(plan):

@@ -13,6 +13,7 @@ from libra.wire.rank import (
     ModelReady,
     RankEvent,
     RankFailed,
+    RankWarm,
     RecomputeProbed,
     SaveBegun,
     StepTrained,
@@ -133,7 +134,7 @@ def on_rank_said(  # noqa: C901, PLR0911, PLR0912 - a table
             return () if probes is None else (commands.JudgeProbe(state.attempt, probes),)
         case LaneOpened() | CoreJoined() | StepFollowed():
             return hybrid_life.on_core_said(state, said, at)
-        case Hello() | ModelReady() | Heartbeat() | SaveBegun() | RankFailed():
+        case Hello() | RankWarm() | ModelReady() | Heartbeat() | SaveBegun() | RankFailed():
             # The gang keeps these: identity, readiness, liveness and the first cause.
             return ()
         case _:

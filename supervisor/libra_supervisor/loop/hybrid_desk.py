@@ -26,7 +26,7 @@ from libra.wire.hybrid import (
     OpenLanes,
     StepFollowed,
 )
-from libra.wire.rank import RankEvent, StepTrained
+from libra.wire.rank import RankEvent, StepTrained, TakeDevice
 from libra_supervisor import events
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.commands import Command
@@ -89,19 +89,33 @@ class HybridDesk:
 
     # What the plan wants
 
+    def warm(self, placement: HybridPlacement) -> tuple[Command, ...]:
+        """Start a replica as far as it comes without its devices, which `attach` gives it."""
+        self._place(placement)
+        return self._carried_out(self.pool.on_warm(placement.replica_id)).commands
+
     def attach(self, placement: HybridPlacement) -> tuple[Command, ...]:
         """Start a replica; HybridJoined or HybridLost says how it went."""
+        self._place(placement)
+        return self._carried_out(self.pool.on_attach(placement.replica_id)).commands
+
+    def _place(self, placement: HybridPlacement) -> None:
         if len(placement.slots) != self.terms.replica_size:
             raise InvariantError(
                 f"{placement.replica_id} has {len(placement.slots)} slots, a replica has "
                 f"{self.terms.replica_size} ranks"
             )
         self._placement_of[placement.replica_id] = placement
-        return self._carried_out(self.pool.on_attach(placement.replica_id)).commands
 
     def detach(self, replica_id: ReplicaId) -> tuple[Command, ...]:
         """Have it leave at the next step boundary; HybridLeft says when its devices are free."""
         return self._carried_out(self.pool.on_detach(replica_id)).commands
+
+    @property
+    def present(self) -> tuple[HybridPlacement, ...]:
+        """Of all replicas that hold devices, those that were told to leave included."""
+        there = (it for it in self.pool.hybrids if it.state is not HybridState.GONE)
+        return tuple(self._placement_of[it.replica_id] for it in there if it.has_devices)
 
     # What happens at the core
 
@@ -243,9 +257,13 @@ class HybridDesk:
 
     def _commands_for(self, ordered: hybrid.Command) -> tuple[Command, ...]:
         match ordered:
-            case hybrid.StartReplica(replica_id):
-                return (commands.StartReplica(self._placement_of[replica_id]),)
+            case hybrid.StartReplica(replica_id, has_devices):
+                placement = self._placement_of[replica_id]
+                return (commands.StartReplica(placement, has_devices=has_devices),)
+            case hybrid.GiveDevices(replica_id):
+                return (commands.TellReplica(replica_id, TakeDevice()),)
             case hybrid.StopReplica(replica_id, reason):
+                self._joins = [it for it in self._joins if it.replica_id != replica_id]
                 said = commands.Say("hybrid_stops", {"replica": replica_id, "why": reason})
                 return (said, commands.StopReplica(replica_id))
             case hybrid.TakeSnapshot(step):

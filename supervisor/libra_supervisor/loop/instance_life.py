@@ -5,16 +5,20 @@ from typing import assert_never
 from libra.ids import InstanceId
 from libra.pools.member import MemberState
 from libra_supervisor import events
-from libra_supervisor.loop import commands
+from libra_supervisor.loop import commands, sleepers
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.run_state import RunState
 
 
-def on_child(state: RunState, event: events.ChildEvent, at: Moment) -> tuple[Command, ...]:
+def on_child(  # noqa: C901, PLR0912 - a table
+    state: RunState, event: events.ChildEvent, at: Moment
+) -> tuple[Command, ...]:
     instance_id = InstanceId(event.child_id)
     if instance_id not in state.pool:
         return ()  # it left the plan, and this was said before its end
+    if state.pool[instance_id].state is MemberState.ASLEEP:
+        return sleepers.on_child(event)
     match event:
         case events.ChildStarted():
             state.pool.on_started(instance_id, event.incarnation, now=at.now)
@@ -122,7 +126,8 @@ def _on_instance_doubted(state: RunState, instance_id: InstanceId) -> tuple[Comm
 def _on_instance_answered(
     state: RunState, event: events.InstanceAnswered, at: Moment
 ) -> tuple[Command, ...]:
-    if event.incarnation != state.pool[event.instance_id].incarnation:
+    member = state.pool[event.instance_id]
+    if event.incarnation != member.incarnation or member.state is MemberState.ASLEEP:
         return ()
     if event.state.incarnation != event.incarnation:
         reason = f"another process ({event.state.incarnation}) answers in its place"

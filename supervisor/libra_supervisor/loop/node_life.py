@@ -87,7 +87,8 @@ def _led_back(state: RunState, desk: NodeDesk, at: Moment) -> tuple[Command, ...
 
 def _too_few_serve(state: RunState, desk: NodeDesk) -> Command | None:
     """The end of the run when the servers that are left are fewer than the minimum."""
-    living = [it for it in state.pool.members if it.state is not MemberState.GONE]
+    not_there = (MemberState.GONE, MemberState.ASLEEP)
+    living = [it for it in state.pool.members if it.state not in not_there]
     away = [it for it in living if it.node in desk.away]
     left = sum(it.num_gpus for it in living if it not in away)
     if not away or left >= state.policy.min_rollout_gpus:

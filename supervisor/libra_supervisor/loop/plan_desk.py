@@ -7,12 +7,22 @@ import msgspec
 from libra.config.rules import check_rules
 from libra.config.run import RunConfig
 from libra.errors import InvariantError
-from libra.ids import NodeRank, ReplicaId
+from libra.ids import InstanceId, NodeRank, ReplicaId
 from libra.planner.applied import planned_config
+from libra.planner.lending import serves_nothing
 from libra.planner.matching import next_number_after
 from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, Slot, with_hybrids_in_core
 from libra.pools.change_policy import Judgement, Policy, Refusal, judged, matched_by
-from libra.pools.ground import Ground, Hybrid, Server, Stage, hybrid_slots, plan_on
+from libra.pools.ground import (
+    Ground,
+    Hybrid,
+    Server,
+    Stage,
+    core_slots,
+    hybrid_slots,
+    plan_on,
+    server_slots,
+)
 from libra.pools.member import MemberState
 from libra.pools.pool import RolloutPool
 from libra.pools.reconfiguration import Order, Reconfiguration
@@ -29,9 +39,17 @@ STALLED: Final = "stalled"
 class HybridPort(Protocol):
     """Attaches and detaches hybrid replicas; HybridJoined, Left and Lost say how it went."""
 
+    def warm(self, placement: HybridPlacement) -> tuple[Command, ...]:
+        """Start one as far as it comes without its devices; HybridWarmed says when it has."""
+        ...
+
     def attach(self, placement: HybridPlacement) -> tuple[Command, ...]: ...
 
     def detach(self, replica_id: ReplicaId) -> tuple[Command, ...]: ...
+
+    @property
+    def present(self) -> tuple[HybridPlacement, ...]:
+        """Of all replicas that hold devices, those that were told to leave included."""
 
 
 class PlanDesk:
@@ -61,6 +79,9 @@ class PlanDesk:
         """With every node there, once the loss of one has changed the plan."""
 
         self.presence = presence or Presence()
+        self.lent_from: Plan | None = None
+        """Before replicas borrowed the last server; None while the plan in force has one."""
+
         self.stages = StageClock()
         """Of the change under way."""
 
@@ -78,15 +99,20 @@ class PlanDesk:
         self._next_number = next_number_after(plan)
         self._decision_id = 0
         self.lost: frozenset[Slot] = frozenset()
+        self.asleep: tuple[InstancePlacement, ...] = ()
+        """Servers outside of the plan in force that wait for their slots."""
+
         self._kept = memory
         if memory is not None:
-            self._take_up(memory)
+            self._remember(memory)
 
-    def _take_up(self, memory: PlanMemory) -> None:
+    def _remember(self, memory: PlanMemory) -> None:
         self._next_number = max(memory.next_number, self._next_number)
         self.lost = frozenset((NodeRank(0), slot) for slot in memory.lost_slots)
         self.lost |= frozenset(memory.lost_elsewhere)
         self._decision_id = memory.decision_id
+        if memory.lent_from is not None:
+            return  # what was borrowed ended with the supervisor before, and so did the loan
         self.plan = msgspec.structs.replace(memory.in_force, hybrids=())
         self.interrupted = memory.order or self._order_of_replicas(memory.plan)
 
@@ -117,11 +143,45 @@ class PlanDesk:
 
     def match(self, wanted: Plan) -> Plan:
         """`wanted` in terms of the plan in force; its new ids are used up."""
-        matched = matched_by(
-            self.policy, self.plan, wanted, next_number=self._next_number, lost=self.unusable
-        )
+        matched = self._matched(wanted)
         self._next_number = max(self._next_number, next_number_after(matched))
         return matched
+
+    def _matched(self, wanted: Plan) -> Plan:
+        return matched_by(
+            self.policy,
+            self.plan,
+            wanted,
+            next_number=self._next_number,
+            lost=self.unusable,
+            asleep=self.asleep,
+        )
+
+    def put_in_force(self, plan: Plan) -> None:
+        """A change has ended with it."""
+        if not serves_nothing(plan):
+            self.lent_from = None
+        elif not serves_nothing(self.plan):
+            self.lent_from = self.plan
+        self.plan = plan
+
+    def given_back(self) -> Plan | None:
+        """The plan in force with the servers of before the loan, matched; None without a loan.
+
+        Replicas on their slots leave. Where the core has taken slots of them it gives them back.
+        None too while all that could come back are on nodes that are away.
+        """
+        if self.lent_from is None:
+            return None
+        core = core_slots(self.plan.train)
+        taken = core | self.presence.slots_missing(self.policy.slots)
+        free = tuple(it for it in self.lent_from.instances if not server_slots(it) & taken)
+        wanted = self.lent_from
+        if sum(it.tp for it in free) >= self.policy.min_rollout_gpus:
+            serving = {slot for it in free for slot in server_slots(it)}
+            kept = tuple(it for it in self.plan.hybrids if not hybrid_slots(it) & serving)
+            wanted = msgspec.structs.replace(self.plan, instances=free, hybrids=kept)
+        return None if self.presence.missed_by(wanted) else self.match(wanted)
 
     def renamed(self, plan: Plan) -> Plan:
         """`plan` with fresh names for its replicas: they ended with the supervisor before.
@@ -165,7 +225,7 @@ class PlanDesk:
         return f"a mini-batch of {size} trajectories cannot be cut for {num_shards} ranks"
 
     def ground(self, pool: RolloutPool, placements: tuple[InstancePlacement, ...]) -> Ground:
-        """What holds devices now: those of `placements` that the pool has not given up."""
+        """What holds devices now, and what sleeps: what the pool has not given up."""
         servers = []
         for placement in placements:
             member = pool.get(placement.instance_id)
@@ -174,12 +234,27 @@ class PlanDesk:
             # A weight reload is a pause of an instance that serves.
             is_serving = member.state in (MemberState.SERVING, MemberState.RELOADING)
             servers.append(Server(placement, Stage.SERVING if is_serving else Stage.STARTING))
+        servers += [Server(it, Stage.ASLEEP) for it in self.asleep]
         return Ground(train=self.plan.train, servers=tuple(servers), lost=self.lost)
+
+    def take_over(self, ground: Ground) -> None:
+        """Remember of a change that is over what no plan says."""
+        self.lost = ground.lost
+        self.asleep = tuple(it.placement for it in ground.servers if it.stage is Stage.ASLEEP)
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """Its process has ended for good."""
+        self.asleep = tuple(it for it in self.asleep if it.instance_id != instance_id)
 
     def ground_in_force(self, pool: RolloutPool) -> Ground:
         """What holds devices while no change is under way."""
         members = tuple(Hybrid(it, is_member=True) for it in self.plan.hybrids)
-        return msgspec.structs.replace(self.ground(pool, self.plan.instances), hybrids=members)
+        ids = {it.replica_id for it in self.plan.hybrids}
+        present = () if self.hybrids is None else self.hybrids.present
+        # A change that had to be given up has left them behind.
+        others = tuple(Hybrid(it) for it in present if it.replica_id not in ids)
+        ground = self.ground(pool, self.plan.instances)
+        return msgspec.structs.replace(ground, hybrids=(*members, *others))
 
     def judged(self, pool: RolloutPool, wanted: Plan) -> tuple[Plan, Judgement]:
         """`wanted` as a change would reach it, and its transitions or what refuses it.
@@ -189,9 +264,7 @@ class PlanDesk:
         plan = self.as_carried_out(wanted)
         if why := self.presence.missed_by(plan) or self.why_not(plan):
             return plan, Refusal(why)
-        found = matched_by(
-            self.policy, self.plan, plan, next_number=self._next_number, lost=self.unusable
-        )
+        found = self._matched(plan)
         if found == self.plan:
             return found, Refusal("this plan is in force already")
         return found, judged(self.policy, self.ground_in_force(pool), self.plan, found)
@@ -220,6 +293,7 @@ class PlanDesk:
             plan=self.plan if change is None else plan_on(change.ground, self.plan),
             next_number=self._next_number,
             order=self.interrupted if change is None else change.order,
+            lent_from=self.lent_from,
             lost_slots=tuple(sorted(slot for node, slot in lost if not node)),
             lost_elsewhere=tuple(sorted(slot for slot in lost if slot[0])),
             home=self.home,

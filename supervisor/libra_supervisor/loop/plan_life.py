@@ -1,14 +1,17 @@
 """What happens to the plan: a change is wanted, goes its way, and ends. Pure."""
 
 from collections.abc import Callable, Iterable
-from typing import assert_never
+from typing import Final, assert_never
 
 import msgspec
 
 from libra.ids import InstanceId
+from libra.planner.lending import serves_nothing
 from libra.planner.plan import Plan
 from libra.pools.change_policy import Refusal, devices_missing, judged
+from libra.pools.ground import Stage
 from libra.pools.member import MemberState
+from libra.pools.pool import COMING
 from libra.pools.reconfiguration import Order, Reconfiguration, Result
 from libra.pools.transition import Transition, in_words
 from libra_supervisor import events
@@ -17,14 +20,17 @@ from libra_supervisor.loop.change_stages import stages_now
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.run_state import RunState
+from libra_supervisor.loop.server_need import need_of_server
 from libra_supervisor.loop.stage_clock import StageClock
 from libra_supervisor.loop.transition_orders import orders_for
 from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRecord
 
+_SETS_HOME: Final = ("decision", "starved")
+"""Causes of changes that lead to another plan of the run, and not away from it or back."""
+
 _LOST = frozenset(
     {
-        MemberState.STARTING,
-        MemberState.RESTARTING,
+        *COMING,
         MemberState.QUARANTINED,
         MemberState.STALE,
         # By an operator. One that the change itself drains does not count as serving anyhow.
@@ -37,6 +43,7 @@ def on_plan(
     state: RunState,
     event: events.ReconfigurationWanted
     | events.ReconfigurationEnded
+    | events.HybridWarmed
     | events.HybridJoined
     | events.HybridLost
     | events.HybridLeft,
@@ -48,6 +55,8 @@ def on_plan(
             return _on_wanted(state, event, at)
         case events.ReconfigurationEnded():
             return ()
+        case events.HybridWarmed(replica_id):
+            ordered = change.on_hybrid_warm(replica_id, now=at.now) if change else ()
         case events.HybridJoined(replica_id):
             ordered = change.on_hybrid_joined(replica_id, now=at.now) if change else ()
         case events.HybridLeft(replica_id):
@@ -63,24 +72,49 @@ def on_plan(
 
 def on_instance(
     state: RunState,
-    event: events.InstanceDrained | events.InstanceWarmed | events.InstanceRetired,
+    event: events.InstanceDrained
+    | events.InstanceWarmed
+    | events.InstanceAsleep
+    | events.InstanceRetired,
     at: Moment,
 ) -> tuple[Command, ...]:
     change, instance_id = state.plans.change, event.instance_id
     match event:
         case events.InstanceDrained():
-            ordered = change.on_drained(instance_id, now=at.now) if change else ()
+            ordered = _drained(state, change, instance_id, at) if change else ()
         case events.InstanceWarmed():
             ordered = change.on_warm(instance_id, now=at.now) if change else ()
+        case events.InstanceAsleep():
+            return _on_asleep(state, event, at)
         case events.InstanceRetired(is_clean=is_clean):
             state.pool.remove(instance_id)
             state.publication.forget(instance_id)
+            state.plans.forget(instance_id)
             ordered = _gone(change, instance_id, at, is_clean=is_clean)
             forgotten = commands.ForgetInstance(instance_id)
             return (forgotten, *_carried_out(state, ordered, at))
         case _:
             assert_never(event)
     return _carried_out(state, ordered, at)
+
+
+def _on_asleep(state: RunState, event: events.InstanceAsleep, at: Moment) -> tuple[Command, ...]:
+    change, instance_id = state.plans.change, event.instance_id
+    member = state.pool.get(instance_id)
+    if member is None:
+        return ()
+    server = change.ground.find(instance_id) if change is not None else None
+    is_wanted = server is not None and server.stage is Stage.FALLING_ASLEEP
+    is_same = member.incarnation == event.incarnation
+    if (
+        change is None
+        or not (is_wanted and is_same)
+        or not state.pool.on_asleep(instance_id, now=at.now)
+    ):
+        return (commands.RetireInstance(instance_id),)
+    state.publication.forget(instance_id)
+    forgotten = commands.ForgetInstance(instance_id)
+    return (forgotten, *_carried_out(state, change.on_asleep(instance_id, now=at.now), at))
 
 
 def on_training_ready(state: RunState, at: Moment) -> tuple[Command, ...]:
@@ -118,7 +152,12 @@ def _on_wanted(
 ) -> tuple[Command, ...]:
     plans = state.plans
     plan = plans.as_carried_out(event.plan)
-    if why := why_not_now(state) or plans.presence.missed_by(plan) or plans.why_not(plan):
+    if why := (
+        why_not_now(state)
+        or plans.presence.missed_by(plan)
+        or why_not_lent(state, plan)
+        or plans.why_not(plan)
+    ):
         return _refused(state, event, Refusal(why), at)
     wanted = plans.match(plan)
     if wanted == plans.plan:
@@ -127,7 +166,14 @@ def _on_wanted(
     found = judged(plans.policy, ground, plans.plan, wanted)
     if isinstance(found, Refusal):
         return _refused(state, event, found, at)
-    order = Order(decision_id=event.decision_id, reason=event.reason, old=plans.plan, wanted=wanted)
+    order = Order(
+        decision_id=event.decision_id,
+        reason=event.reason,
+        old=plans.plan,
+        wanted=wanted,
+        # Nothing would serve again: what does not come up is waited for, or ends the run.
+        has_way_back=not serves_nothing(plans.plan),
+    )
     change = Reconfiguration(
         order,
         ground,
@@ -165,7 +211,7 @@ def overtaken(state: RunState, reason: str, at: Moment) -> tuple[Command, ...]:
     plans.stages.look({}, now=at.now)
     plans.change = plans.interrupted = None
     if change is not None:
-        plans.lost = change.ground.lost
+        plans.take_over(change.ground)
     record = _record(state, order, "failed", f"overtaken: {reason}", at)
     return _told(state, msgspec.structs.replace(record, stages=plans.stages.seconds))
 
@@ -180,6 +226,17 @@ def why_not_now(state: RunState) -> str:
         return f"the run is stopping: {state.cycle.stop_reason}"
     if missed := state.plans.presence.missed_by(state.plans.plan):
         return f"the run waits: {missed}"
+    return ""
+
+
+def why_not_lent(state: RunState, wanted: Plan) -> str:
+    """What needs a server now, should nothing serve under `wanted`; empty when nothing does."""
+    if not serves_nothing(wanted) or not wanted.hybrids:
+        return ""
+    if serves_nothing(state.plans.plan):
+        return "nothing serves, and would not serve either: a server has to come back first"
+    if state.evaluator.progress is not None:
+        return "nothing would serve, and an evaluation is going on"
     return ""
 
 
@@ -258,6 +315,23 @@ def on_tick(state: RunState, at: Moment) -> tuple[Command, ...]:
     return _carried_out(state, change.on_tick(now=at.now), at)
 
 
+def _drained(
+    state: RunState, change: Reconfiguration, instance_id: InstanceId, at: Moment
+) -> tuple[Transition, ...]:
+    """The last server stays when it has not left enough to go on without it."""
+    is_last = change.ground.ids_in(Stage.DRAINING) == (instance_id,) and state.pool.is_lent_out
+    if is_last and serves_nothing(change.order.wanted) and (why := need_of_server(state, at)):
+        turned = change.on_starved(why, now=at.now)
+        if turned:
+            return turned
+    return change.on_drained(instance_id, now=at.now)
+
+
+def on_starved(state: RunState, reason: str, at: Moment) -> tuple[Command, ...]:
+    change = state.plans.change
+    return () if change is None else _carried_out(state, change.on_starved(reason, now=at.now), at)
+
+
 def _gone(
     change: Reconfiguration | None, instance_id: InstanceId, at: Moment, *, is_clean: bool
 ) -> tuple[Transition, ...]:
@@ -288,8 +362,9 @@ def _ended(
     plans, order = state.plans, change.order
     plans.stages.look({}, now=at.now)
     plans.change = None
-    plans.lost = change.ground.lost
-    before, plans.plan = plans.plan, result.plan
+    plans.take_over(change.ground)
+    before = plans.plan
+    plans.put_in_force(result.plan)
     record = _record(state, order, result.outcome, result.reason, at)
     record = msgspec.structs.replace(
         record,
@@ -300,10 +375,11 @@ def _ended(
         transitions=result.transitions,
         started=_beyond(result.plan, before),
         stopped=_beyond(before, result.plan),
+        asleep=tuple(it.instance_id for it in plans.asleep),
         attached=tuple(it.replica_id for it in result.plan.hybrids if it not in before.hybrids),
         detached=tuple(it.replica_id for it in before.hybrids if it not in result.plan.hybrids),
     )
-    if state.nodes is not None and order.cause == "decision" and result.outcome == "done":
+    if state.nodes is not None and order.cause in _SETS_HOME and result.outcome == "done":
         state.nodes.home = result.plan
         plans.home = None if plans.home is None else result.plan
     given_up = tuple(
@@ -352,6 +428,7 @@ def _told(state: RunState, record: ReconfigurationRecord) -> tuple[Command, ...]
         stalled_s=record.stalled_s,
         phases=record.phases,
         reason=record.reason,
+        cause=record.cause,
     )
     fields: dict[str, object] = {
         "decision": record.decision_id,

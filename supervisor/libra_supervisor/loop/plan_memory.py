@@ -2,7 +2,7 @@
 
 import msgspec
 
-from libra.ids import SlotId
+from libra.ids import InstanceId, SlotId
 from libra.planner.plan import Plan, Slot
 from libra.planner.without_nodes import is_same
 from libra.pools.reconfiguration import Order
@@ -29,6 +29,9 @@ class PlanMemory(msgspec.Struct, frozen=True, kw_only=True):
     lost_elsewhere: tuple[Slot, ...] = ()
     """The same of other nodes."""
 
+    lent_from: Plan | None = None
+    """Before the last server was lent; None while something serves under `plan`."""
+
     home: Plan | None = None
     """With every node there, of a run that went on without some; a supervisor that comes after
     starts with it again, and with nothing else of this."""
@@ -51,7 +54,16 @@ class PlanMemory(msgspec.Struct, frozen=True, kw_only=True):
     def to_start_with(self, *, min_rollout_gpus: int) -> Plan:
         """What a supervisor that comes after starts, without replicas: they ended with this one.
 
-        Where too little was left when this one ended, that is the plan before the change.
+        Where too little was left when this one ended, that is the plan before the change, or before
+        the last server was lent.
         """
-        is_enough = self.plan.num_rollout_gpus >= min_rollout_gpus
-        return msgspec.structs.replace(self.plan if is_enough else self.in_force, hybrids=())
+        if self.plan.num_rollout_gpus >= min_rollout_gpus:
+            return msgspec.structs.replace(self.plan, hybrids=())
+        if self.lent_from is None:
+            return msgspec.structs.replace(self.in_force, hybrids=())
+        # Its servers ended, and their names with them.
+        named = tuple(
+            msgspec.structs.replace(it, instance_id=InstanceId(f"vllm-{number}"))
+            for number, it in enumerate(self.lent_from.instances, self.next_number)
+        )
+        return msgspec.structs.replace(self.lent_from, instances=named, hybrids=())

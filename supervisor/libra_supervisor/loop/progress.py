@@ -6,6 +6,7 @@ from libra.rollouts.group import CompleteGroup
 from libra_supervisor.loop import commands, hybrid_life
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.cycle import Phase
+from libra_supervisor.loop.lending import follow_lending
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.node_life import follow_nodes
 from libra_supervisor.loop.plan_life import follow_change
@@ -23,6 +24,7 @@ def proceed(state: RunState, at: Moment) -> tuple[Command, ...]:
         *_take_batch(state, at),
         *_publish_when_nobody_serves(state, at),
         *_admit(state, at),
+        *follow_lending(state, at),
         *follow_nodes(state, at),
         *follow_change(state, at),
     )
@@ -109,8 +111,17 @@ def train_on(state: RunState, groups: tuple[CompleteGroup, ...], at: Moment) -> 
 
 def _admit(state: RunState, at: Moment) -> tuple[Command, ...]:
     committed = state.publication.committed
-    if committed is None or state.cycle.phase is Phase.STOPPED:
+    if committed is None or state.cycle.phase is Phase.STOPPED or not _is_somebody_there(state):
         return ()
     if state.cycle.end_reason(now=at.now) is None:
         return state.desk.admit(committed)
     return ()
+
+
+def _is_somebody_there(state: RunState) -> bool:
+    """Whether new requests find a server, or one that only reloads or restarts.
+
+    A server that a change of the plan starts takes its time, in which they would fill the queue.
+    """
+    pool = state.pool
+    return not pool.is_lent_out if state.plans.change is None else pool.has_answering

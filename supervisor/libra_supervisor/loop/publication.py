@@ -16,7 +16,7 @@ from libra.config.weights import WeightsConfig
 from libra.errors import InvariantError
 from libra.ids import Incarnation, InstanceId, NodeRank, PolicyVersion, RunId
 from libra.pools.member import MemberState
-from libra.pools.pool import RolloutPool
+from libra.pools.pool import COMING, RolloutPool
 from libra.weights import reload as batches
 from libra.weights.judge import STOP_FACTOR, judge_acks
 from libra.weights.reload import Member, ReloadBatch
@@ -115,7 +115,7 @@ class Publication:
     def waiting_for(self) -> tuple[InstanceId, ...]:
         """Engines whose ACK is outstanding, or that have to come back for another try."""
         if self._is_retry_due:
-            coming = self._pool.ids_in(MemberState.STARTING, MemberState.RESTARTING)
+            coming = self._pool.ids_in(*COMING)
             return tuple(sorted(coming))
         return () if self._open is None else tuple(sorted(self._open.batch.in_flight))
 
@@ -193,6 +193,8 @@ class Publication:
         """Try a failed batch again once enough engines answer."""
         if not self._is_retry_due:
             return ()
+        if self._pool.is_lent_out and not self._desk.is_sending:
+            return self.reload(at=at)  # nobody is left to prove it
         # Replacements take their time, which those that can receive again need not wait for. But
         # rank 0 must be through: if it is gone, the gang's loss is what is going on.
         is_early = self._desk.is_sending if self._terms.transfers else not self._pool.is_settled
@@ -238,6 +240,8 @@ class Publication:
         """Why `refresh` would do nothing now; empty when it would load the committed version."""
         if self._open is not None:
             return "a reload is on its way"
+        if self._pool.is_lent_out:
+            return "nothing serves"
         if self._committed is None or self._exported is None:
             return "no published version is served"
         if self._exported.policy_version != self._committed:

@@ -23,11 +23,10 @@ def on_outside(
     | events.Ticked,
     at: Moment,
 ) -> tuple[Command, ...]:
-    if (
-        isinstance(event, events.DrainRequested | events.RestartRequested)
-        and event.instance_id not in state.pool
-    ):
-        return ()  # it left the plan since it was asked for
+    if isinstance(event, events.DrainRequested | events.RestartRequested):
+        member = state.pool.get(event.instance_id)
+        if member is None or member.state is MemberState.ASLEEP:
+            return ()  # it left the plan since it was asked for
     match event:
         case events.StopRequested():
             return _on_stop(state, event, at)

@@ -105,6 +105,14 @@ class RolloutDesk:
         """What there is of that batch, in a multiple of `multiple` trajectories, or None."""
         return self._buffer.take_partial(version=trainer_version, multiple=multiple)
 
+    def has_batch(self, trainer_version: PolicyVersion) -> bool:
+        """Whether a trainer at `trainer_version` would get a batch."""
+        return self._buffer.has_batch(version=trainer_version)
+
+    def num_batches(self, trainer_version: PolicyVersion) -> int:
+        """Batches that are there for steps from `trainer_version` on, if nothing more completes."""
+        return self._buffer.num_batches(version=trainer_version)
+
     @property
     def num_groups_wanted(self) -> int:
         """Groups in a batch."""

@@ -15,10 +15,12 @@ from libra.pools.transition import (
     HoldStep,
     ReleaseStep,
     ReshapeTraining,
+    Sleep,
     Start,
     Stop,
     Transition,
     Undrain,
+    Wake,
     Warm,
 )
 from libra_supervisor.loop import commands
@@ -27,12 +29,12 @@ from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.run_state import RunState
 
 
-def orders_for(  # noqa: C901, PLR0911, PLR0912 - a table
+def orders_for(  # noqa: C901, PLR0911, PLR0912, PLR0915 - a table
     state: RunState, transition: Transition, at: Moment
 ) -> tuple[Command, ...]:
     pool = state.pool
     match transition:
-        case Warm(placements):
+        case Warm(placements, replicas):
             for it in placements:
                 pool.add(
                     it.instance_id,
@@ -42,7 +44,11 @@ def orders_for(  # noqa: C901, PLR0911, PLR0912 - a table
                     is_warming=True,
                     waits_for=_holders(state, it),
                 )
-            return tuple(commands.AddInstance(it, has_devices=False) for it in placements)
+            port = state.plans.hybrids
+            return (
+                *(commands.AddInstance(it, has_devices=False) for it in placements),
+                *(command for it in replicas if port for command in port.warm(it)),
+            )
         case Start(placements):
             for it in placements:
                 member = pool.get(it.instance_id)
@@ -64,6 +70,16 @@ def orders_for(  # noqa: C901, PLR0911, PLR0912 - a table
                 for it in instance_ids
                 for command in (*_leave(state, it, at), commands.RetireInstance(it))
             )
+        case Sleep(instance_ids):
+            return tuple(
+                command
+                for it in instance_ids
+                for command in (*_leave(state, it, at), commands.SleepInstance(it))
+            )
+        case Wake(instance_ids):
+            for instance_id in instance_ids:
+                pool.on_wake_wanted(instance_id, now=at.now)
+            return tuple(commands.WakeInstance(it) for it in instance_ids)
         case HoldStep():
             state.cycle.hold()
             return ()

@@ -2,10 +2,9 @@
 
 from typing import Protocol
 
-import msgspec
-
 from libra.errors import PeerError
-from libra.wire.node import Envelope, HelloReply
+from libra.wire.decoding import decoded
+from libra.wire.node import MAX_HELLO_BYTES, Envelope, Hello, HelloReply
 
 
 class Connection(Protocol):
@@ -24,9 +23,22 @@ async def received_envelope(connection: Connection) -> Envelope | None:
     if message is None:
         return None
     try:
-        return msgspec.msgpack.decode(message, type=Envelope)
-    except msgspec.MsgspecError as error:
+        return decoded(message, Envelope)
+    except PeerError as error:
         raise PeerError(f"the other node sent something that is no message: {error}") from error
+
+
+async def received_hello(connection: Connection) -> Hello:
+    """The first message of a connection. Raises PeerError when there is none."""
+    message = await connection.receive()
+    if message is None:
+        raise PeerError("it was closed before its Hello")
+    if len(message) > MAX_HELLO_BYTES:
+        raise PeerError(f"its first message of {len(message)} bytes is too long for a Hello")
+    try:
+        return decoded(message, Hello)
+    except PeerError as error:
+        raise PeerError(f"its first message is no Hello: {error}") from error
 
 
 async def received_reply(connection: Connection) -> HelloReply:
@@ -35,6 +47,7 @@ async def received_reply(connection: Connection) -> HelloReply:
     if message is None:
         raise PeerError("the leader closed the connection before it answered")
     try:
-        return msgspec.msgpack.decode(message, type=HelloReply)
-    except msgspec.MsgspecError as error:
+        reply: HelloReply = decoded(message, HelloReply)
+    except PeerError as error:
         raise PeerError(f"whoever answers there is no leader: {error}") from error
+    return reply

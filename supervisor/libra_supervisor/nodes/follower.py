@@ -14,9 +14,10 @@ import anyio
 import msgspec
 
 from libra import clock
-from libra.errors import ConfigError, InvariantError, OverloadedError, PeerError, ungrouped
+from libra.errors import ConfigError, OverloadedError, PeerError, ungrouped
 from libra.ids import ChildId
 from libra.tracing.log import get_log
+from libra.wire.decoding import decoded
 from libra.wire.node import NodeCommand, NodeEvent, Welcome
 from libra_supervisor.nodes.allegiance import Allegiance, Opened, SessionOver, TurnedAway
 from libra_supervisor.nodes.connection import Connection, received_envelope, received_reply
@@ -211,8 +212,13 @@ class FollowerEnd:
             self._changed = anyio.Event()
             async with self._acting:
                 while (body := self._allegiance.take(now=clock.now())) is not None:
+                    try:
+                        command: NodeCommand = decoded(body, NodeCommand)
+                    except PeerError as error:
+                        self._end_session(f"the leader said what is no command: {error}")
+                        break
                     self._is_let_go = False
-                    await self._hands.obey(_decoded(body))
+                    await self._hands.obey(command)
 
     async def _watch_lease(self) -> None:
         """What the clock alone decides: let go at the lease's end, give up after the grace."""
@@ -244,11 +250,3 @@ class FollowerEnd:
         self._outgoing = None
         if self._connection is not None:
             self._connection.cancel()
-
-
-def _decoded(body: bytes) -> NodeCommand:
-    """Raises InvariantError: a leader of our own version, which was let in, says only commands."""
-    try:
-        return msgspec.msgpack.decode(body, type=NodeCommand)
-    except msgspec.MsgspecError as error:
-        raise InvariantError(f"the leader said what is no command: {error}") from error

@@ -8,7 +8,7 @@ end.tell(node, command)
 
 from collections.abc import Awaitable, Callable
 from random import Random
-from typing import Final, TypeAlias
+from typing import Final, Never, TypeAlias
 
 import anyio
 import msgspec
@@ -17,10 +17,12 @@ from libra import clock
 from libra.errors import PeerError, ungrouped
 from libra.ids import NodeRank
 from libra.tracing.log import get_log
-from libra.wire.node import Hello, NodeCommand, NodeEvent, Refused
-from libra_supervisor.nodes.connection import Connection, received_envelope
-from libra_supervisor.nodes.members import Charter, MemberRecord, Members, NodeNews, NodeState
+from libra.wire.decoding import decoded
+from libra.wire.node import NodeCommand, NodeEvent, Refused
+from libra_supervisor.nodes.connection import Connection, received_envelope, received_hello
+from libra_supervisor.nodes.members import Charter, MemberRecord, Members, NodeNews
 from libra_supervisor.nodes.outgoing import Outgoing
+from libra_supervisor.nodes.postbox import Postbox
 
 HELLO_WAIT_S: Final = 10.0
 WINDOW_BYTES: Final = 16 << 20
@@ -63,6 +65,7 @@ class LeaderEnd:
         self._is_replaced = is_replaced
         self._awake_at = clock.now()
         self._post = post
+        self._postbox: Postbox[ClusterEvent] = Postbox(self._passed_on)
         self._rng = rng
         self._members = Members(charter, now=clock.now())
         self._num_connections = 0
@@ -92,7 +95,11 @@ class LeaderEnd:
     def tell(self, node: NodeRank, command: NodeCommand) -> None:
         """Say it now or after the next reconnect. Raises PeerError when the node is no member."""
         body = msgspec.msgpack.encode(command)
-        connection, envelope = self._members.put(node, body, now=clock.now())
+        try:
+            connection, envelope = self._members.put(node, body, now=clock.now())
+        except PeerError:
+            self._take_in(self._members.take_news())
+            raise
         if connection is not None:
             self._outgoing[connection].add(envelope)
 
@@ -105,17 +112,21 @@ class LeaderEnd:
         session = record.session
         while session.kept_bytes > WINDOW_BYTES:
             await clock.sleep(_ROOM_POLL_S)
-            if record.state is NodeState.LOST or record.session is not session:
+            if not record.session_id or record.session is not session:
                 raise PeerError(f"node {node} was lost while much was under way to it")
         self.tell(node, command)
 
-    async def expel(self, node: NodeRank, reason: str) -> None:
+    def expel(self, node: NodeRank, reason: str) -> None:
         """End the node's session; it is lost when its lease has run out for certain."""
-        news = self._members.expel(node, reason, now=clock.now())
-        await self._pass_on(news)
+        self._take_in(self._members.expel(node, reason, now=clock.now()))
 
     async def run(self) -> None:
-        """Notice silence. Runs until cancelled."""
+        """Notice silence, and pass on what followers say. Runs until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._postbox.run)
+            await self._watch()
+
+    async def _watch(self) -> Never:
         while True:
             deadline = self._members.next_deadline()
             latest = clock.now() + _IDLE_S
@@ -124,10 +135,13 @@ class LeaderEnd:
                 await clock.sleep(_IDLE_S)
                 continue
             self._awake_at = clock.now()
-            await self._pass_on(self._members.on_time(now=clock.now()))
+            self._take_in(self._members.on_time(now=clock.now()))
 
     async def serve(self, connection: Connection) -> None:
-        """One connection from its Hello to its end. What is wrong on it ends it and is logged."""
+        """One connection from its Hello to its end, while `run` is alive.
+
+        What is wrong on it ends it and is logged.
+        """
         self._num_connections += 1
         number = self._num_connections
         try:
@@ -140,10 +154,16 @@ class LeaderEnd:
         finally:
             self._forget(number)
             self._members.on_disconnected(number)
+            # Of what raised.
+            self._take_in(self._members.take_news())
 
     async def _admitted(self, number: int, connection: Connection) -> Outgoing | None:
         """Answer the Hello; None when it was refused."""
-        hello = await _received_hello(connection)
+        try:
+            with anyio.fail_after(HELLO_WAIT_S):
+                hello = await received_hello(connection)
+        except TimeoutError:
+            raise PeerError(f"no Hello within {HELLO_WAIT_S:g} s") from None
         if await self._has_successor():
             replaced = Refused(reason=_REPLACED, is_final=False)
             await connection.send(msgspec.msgpack.encode(replaced))
@@ -161,7 +181,8 @@ class LeaderEnd:
         outgoing.add(*answer.resend)
         # Before anything waits: from here on the node may be told something.
         self._outgoing[number] = outgoing
-        await self._pass_on(answer.news)
+        self._take_in(answer.news)
+        await self._postbox.until_passed_on()
         await connection.send(msgspec.msgpack.encode(answer.welcome))
         return outgoing
 
@@ -188,10 +209,12 @@ class LeaderEnd:
                 raise PeerError(_REPLACED)
             body, news = self._members.on_envelope(number, envelope, now=clock.now())
             outgoing.owe()
-            await self._pass_on(news)
+            self._take_in(news)
             if body is not None:
                 node = self._members.node_of(number)
-                await self._post(NodeSaid(node, self._decoded(node, body)))
+                self._postbox.put(NodeSaid(node, self._decoded(node, body)))
+            # Who says more than can be heard waits.
+            await self._postbox.until_passed_on()
 
     async def _slept_through_its_reign(self) -> bool:
         """Whether this process stood still, and another leads since.
@@ -207,35 +230,29 @@ class LeaderEnd:
 
     def _decoded(self, node: NodeRank, body: bytes) -> NodeEvent:
         try:
-            return msgspec.msgpack.decode(body, type=NodeEvent)
-        except msgspec.MsgspecError as error:
+            event: NodeEvent = decoded(body, NodeEvent)
+        except PeerError as error:
             reason = f"it said something that is no event: {error}"
-            self._members.expel(node, reason, now=clock.now())
+            self.expel(node, reason)
             raise PeerError(f"node {node}: {reason}") from error
+        return event
 
-    async def _pass_on(self, news: tuple[NodeNews, ...]) -> None:
+    def _take_in(self, news: tuple[NodeNews, ...]) -> None:
         for number in tuple(self._outgoing):
             if not self._members.is_open(number):
                 self._forget(number)
-        for one in news:
-            await self._post(one)
+        self._postbox.put(*news)
+
+    async def _passed_on(self, event: ClusterEvent) -> None:
+        try:
+            await self._post(event)
+        except PeerError as error:
+            if not isinstance(event, NodeSaid):
+                raise
+            self.expel(event.node, f"what it said makes no sense: {error}")
 
     def _forget(self, number: int) -> None:
         self._outgoing.pop(number, None)
         scope = self._scopes.pop(number, None)
         if scope is not None:
             scope.cancel()
-
-
-async def _received_hello(connection: Connection) -> Hello:
-    """Raises PeerError when it does not come in time or is none."""
-    try:
-        with anyio.fail_after(HELLO_WAIT_S):
-            message = await connection.receive()
-        if message is None:
-            raise PeerError("it was closed before its Hello")
-        return msgspec.msgpack.decode(message, type=Hello)
-    except TimeoutError:
-        raise PeerError(f"no Hello within {HELLO_WAIT_S:g} s") from None
-    except msgspec.MsgspecError as error:
-        raise PeerError(f"its first message is no Hello: {error}") from error

@@ -13,6 +13,8 @@ from typing import Final
 
 import msgspec
 
+from libra.errors import PeerError
+
 RATE_MARGIN: Final = 0.1
 """Two clocks may differ by this part in how fast they run; real ones do by a thousandth of it."""
 
@@ -20,7 +22,9 @@ SETTLE_S: Final = 1.0
 """Beyond the lease: for the follower to notice its end and to kill what it has to."""
 
 BEATS_PER_LEASE: Final = 5
-_MAX_OPEN_BEATS: Final = 1024
+_MOMENTS_PER_LEASE: Final = 1024
+"""How finely the follower remembers when it sent its signs of life: a lease may be cut short by
+this part. There may be any number of them in one round trip."""
 
 
 class Standing(Enum):
@@ -63,6 +67,7 @@ class Lease:
         self._until = now
         self._num_beats = 0
         self._open: deque[tuple[int, float]] = deque()
+        """The first sign of life of each moment, and when it was sent."""
 
     @property
     def terms(self) -> LeaseTerms:
@@ -81,17 +86,24 @@ class Lease:
     def beat(self, *, now: float) -> int:
         """Number the sign of life that is being sent."""
         self._num_beats += 1
-        self._open.append((self._num_beats, now))
-        if len(self._open) > _MAX_OPEN_BEATS:
+        lease_s = self._terms.lease_s
+        if not self._open or now - self._open[-1][1] >= lease_s / _MOMENTS_PER_LEASE:
+            self._open.append((self._num_beats, now))
+        while now - self._open[0][1] > lease_s:
+            # What it confers is over already.
             self._open.popleft()
         return self._num_beats
 
     def on_heard(self, beat: int) -> None:
-        """The leader has heard the sign of life `beat`; of older ones nothing follows."""
+        """The leader has heard the sign of life `beat`, which was sent after those of before.
+
+        Raises PeerError for one that was never sent.
+        """
+        if beat > self._num_beats:
+            raise PeerError(f"sign of life {beat} is confirmed, {self._num_beats} were sent")
         while self._open and self._open[0][0] <= beat:
-            number, sent_at = self._open.popleft()
-            if number == beat:
-                self._until = max(self._until, sent_at + self._terms.lease_s)
+            _, sent_at = self._open.popleft()
+            self._until = max(self._until, sent_at + self._terms.lease_s)
 
     def end(self, *, now: float) -> None:
         """Let go at once. What was sent before confers nothing any more."""

@@ -127,6 +127,7 @@ class Members:
             for rank in range(1, charter.num_nodes)
         }
         self._record_of: dict[int, MemberRecord] = {}
+        self._untold: list[NodeNews] = []
 
     @property
     def records(self) -> tuple[MemberRecord, ...]:
@@ -189,8 +190,8 @@ class Members:
         except PeerError as error:
             self._break_off(record, str(error), now)
             raise
-        news = self._hear(record, envelope.beat, now)
-        return (envelope.body if is_new else None), news
+        self._hear(record, envelope.beat, now)
+        return (envelope.body if is_new else None), self.take_news()
 
     def on_disconnected(self, connection: int) -> None:
         """The connection has ended; the session waits for another one."""
@@ -236,27 +237,27 @@ class Members:
     def expel(self, node: NodeRank, reason: str, *, now: float) -> tuple[NodeNews, ...]:
         """End the node's session; it counts as lost when its lease has ended for certain."""
         record = self._records[node]
-        if not self._may_act(record):
-            return ()
-        was_suspected = record.state is NodeState.SUSPECTED
-        self._break_off(record, reason, now)
-        return () if was_suspected else (NodeSuspected(node, reason),)
+        if self._may_act(record):
+            self._break_off(record, reason, now)
+        return self.take_news()
+
+    def take_news(self) -> tuple[NodeNews, ...]:
+        """What follows from a call that raised; every other one returns it, with its own."""
+        taken, self._untold = tuple(self._untold), []
+        return taken
 
     # Time
 
     def on_time(self, *, now: float) -> tuple[NodeNews, ...]:
         """What the silence of members means by now."""
-        news: list[NodeNews] = []
+        lease = self._charter.lease
         for record in self._records.values():
             silent_s = now - record.heard_at
-            lease = self._charter.lease
             if record.state is NodeState.MEMBER and silent_s >= lease.suspect_after_s:
-                self._move(record, NodeState.SUSPECTED, now)
-                record.why_silent = record.why_silent or "it is silent"
-                news.append(NodeSuspected(record.node, record.why_silent))
+                self._suspect(record, "it is silent", now)
             if record.state is NodeState.SUSPECTED and silent_s >= lease.lost_after_s:
-                news.append(self._lose(record, record.why_silent, now))
-        return tuple(news)
+                self._lose(record, record.why_silent, now)
+        return self.take_news()
 
     def next_deadline(self) -> float | None:
         """When `on_time` may have news; None: not before something else happens."""
@@ -306,7 +307,7 @@ class Members:
             self._break_off(record, str(error), now)
             return Refused(reason=f"that session is over: {error}", is_final=False)
         record.hello = hello
-        return self._connected(record, connection, resend, ())
+        return self._connected(record, connection, resend)
 
     def _begin(
         self, record: MemberRecord, hello: Hello, connection: int, session: str, now: float
@@ -314,9 +315,8 @@ class Members:
         """A new session. The one before it, if it was still open, has ended on the other side."""
         if not session or session == record.session_id:
             raise InvariantError("a new session needs a name of its own")
-        lost: tuple[NodeNews, ...] = ()
         if self._may_act(record):
-            lost = (self._lose(record, "it has begun anew", now),)
+            self._lose(record, "it has begun anew", now)
         is_return = record.num_sessions > 0
         self._detach(record)
         record.hello, record.session_id = hello, session
@@ -324,15 +324,11 @@ class Members:
         record.heard, record.heard_at, record.why_silent = 0, now, ""
         record.num_sessions += 1
         self._move(record, NodeState.MEMBER, now)
-        joined = NodeJoined(hello.node, hello, is_return)
-        return self._connected(record, connection, (), (*lost, joined))
+        self._untold.append(NodeJoined(hello.node, hello, is_return))
+        return self._connected(record, connection, ())
 
     def _connected(
-        self,
-        record: MemberRecord,
-        connection: int,
-        resend: tuple[Envelope, ...],
-        news: tuple[NodeNews, ...],
+        self, record: MemberRecord, connection: int, resend: tuple[Envelope, ...]
     ) -> Admitted:
         replaced = self._detach(record)
         record.connection = connection
@@ -348,30 +344,35 @@ class Members:
             lease_s=charter.lease.lease_s,
             orphan_grace_s=charter.lease.orphan_grace_s,
         )
-        return Admitted(welcome, resend, news, replaced)
+        return Admitted(welcome, resend, self.take_news(), replaced)
 
-    def _hear(self, record: MemberRecord, beat: int, now: float) -> tuple[NodeNews, ...]:
+    def _hear(self, record: MemberRecord, beat: int, now: float) -> None:
         if beat <= record.heard:
-            return ()
+            return
         # From here on a message may confirm this beat, so the lease may begin by now.
         record.heard, record.heard_at = beat, now
-        if record.state is not NodeState.SUSPECTED:
-            return ()
-        record.why_silent = ""
-        self._move(record, NodeState.MEMBER, now)
-        return (NodeRecovered(record.node),)
+        if record.state is NodeState.SUSPECTED:
+            record.why_silent = ""
+            self._move(record, NodeState.MEMBER, now)
+            self._untold.append(NodeRecovered(record.node))
+
+    def _suspect(self, record: MemberRecord, reason: str, now: float) -> None:
+        record.why_silent = reason
+        if record.state is NodeState.MEMBER:
+            self._untold.append(NodeSuspected(record.node, reason))
+        self._move(record, NodeState.SUSPECTED, now)
 
     def _break_off(self, record: MemberRecord, reason: str, now: float) -> None:
         """Confirm nothing more: the lease runs out, and then the node is lost."""
         self._detach(record)
-        record.session_id, record.why_silent = "", reason
-        self._move(record, NodeState.SUSPECTED, now)
+        record.session_id = ""
+        self._suspect(record, reason, now)
 
-    def _lose(self, record: MemberRecord, reason: str, now: float) -> NodeLost:
+    def _lose(self, record: MemberRecord, reason: str, now: float) -> None:
         self._detach(record)
         record.session_id, record.why_silent = "", reason
         self._move(record, NodeState.LOST, now)
-        return NodeLost(record.node, reason)
+        self._untold.append(NodeLost(record.node, reason))
 
     def _detach(self, record: MemberRecord) -> int | None:
         connection, record.connection = record.connection, _NOBODY

@@ -5,6 +5,7 @@ from typing import Final
 
 from libra.config.environment import NODE_TOKEN_VARIABLE, Environment
 from libra.errors import SiteError
+from libra.storage.secrecy import others_may_use
 
 CREDENTIAL: Final = "node-token"
 MIN_CHARACTERS: Final = 16
@@ -32,7 +33,7 @@ def node_token(path: str, environment: Environment) -> str:
 
 def _read(path: Path) -> str:
     try:
-        if path.stat().st_mode & 0o077:
+        if others_may_use(path):
             raise SiteError(f"others may read the token file {path}; chmod 600 it")
         return path.read_text(encoding="ascii")
     except OSError as error:

@@ -10,16 +10,21 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 import aiohttp
+import anyio
 from aiohttp import web
+from anyio.abc import SocketAttribute, SocketStream
+from anyio.streams.stapled import MultiListener
 
-from libra.errors import PeerError, SiteError
+from libra.errors import InvariantError, PeerError, SiteError, ungrouped
 from libra.wire.bearer import has_bearer
 from libra.wire.node import MAX_ENVELOPE_BYTES, NODE_PATH
 from libra_supervisor.nodes.connection import Connection
+from libra_supervisor.nodes.door import MOST_STRANGERS, Door
 
 _CONNECT_S: Final = 5.0
 _CLOSE_S: Final = 1.0
 _UNAUTHORIZED: Final = 401
+_BACKLOG: Final = 1024
 _CLOSED: Final = (
     aiohttp.WSMsgType.CLOSE,
     aiohttp.WSMsgType.CLOSING,
@@ -93,15 +98,17 @@ async def node_listener(
     port: int,
     token: str,
     tls: ssl.SSLContext | None = None,
+    num_followers: int = 0,
 ) -> AsyncIterator[int]:
     """Listen for followers while the block runs; yields the port.
 
-    Raises SiteError when it cannot be bound.
+    `num_followers` may all dial at once. Raises SiteError when it cannot be bound.
     """
 
     async def link(request: web.Request) -> web.StreamResponse:
         if not has_bearer(request.headers.get("Authorization", ""), token):
             return web.Response(status=_UNAUTHORIZED, text="this needs the token of the nodes\n")
+        door.admit(request)
         socket = web.WebSocketResponse(
             timeout=_CLOSE_S, max_msg_size=MAX_ENVELOPE_BYTES, compress=False
         )
@@ -119,20 +126,40 @@ async def node_listener(
         shutdown_timeout=_CLOSE_S,
         handler_cancellation=True,
     )
+    listener = await _listening(host, port)
+    sockets = [
+        it.extra(SocketAttribute.raw_socket)  # noqa: S610 - anyio's, no query of Django's
+        for it in listener.listeners
+    ]
     await runner.setup()
+    door = Door(_server_of(runner), tls=tls, most_strangers=MOST_STRANGERS + num_followers)
     try:
-        site = web.TCPSite(runner, host, port, ssl_context=tls)
-        try:
-            await site.start()
-        except OSError as error:
-            raise SiteError(
-                f"the port for other nodes, {port} on {host}, cannot be used: "
-                f"{error.strerror or error}; see nodes and node_port"
-            ) from error
-        bound: tuple[str, int] = runner.addresses[0]
-        yield bound[1]
+        with ungrouped():
+            async with anyio.create_task_group() as tasks:
+                for each in sockets:
+                    tasks.start_soon(door.accept, each)
+                yield listener.extra(SocketAttribute.local_port)  # noqa: S610 - as above
+                tasks.cancel_scope.cancel()
     finally:
+        await listener.aclose()
         await runner.cleanup()
+
+
+async def _listening(host: str, port: int) -> MultiListener[SocketStream]:
+    """At every address of the host."""
+    try:
+        return await anyio.create_tcp_listener(local_host=host, local_port=port, backlog=_BACKLOG)
+    except OSError as error:
+        raise SiteError(
+            f"the port for other nodes, {port} on {host}, cannot be used: "
+            f"{error.strerror or error}; see nodes and node_port"
+        ) from error
+
+
+def _server_of(runner: web.AppRunner) -> web.Server:
+    if runner.server is None:
+        raise InvariantError("the server of the nodes' port was not set up")
+    return runner.server
 
 
 @asynccontextmanager

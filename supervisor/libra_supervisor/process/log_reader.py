@@ -10,7 +10,7 @@ log's index. What ranks say before they have pipes of their own tells its rank b
 
 import re
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from heapq import merge
 from pathlib import Path
 from typing import Final
@@ -49,6 +49,9 @@ class LogQuery(msgspec.Struct, frozen=True, kw_only=True):
     """The run's `logs` folder."""
 
     child_ids: tuple[ChildId, ...] = ()
+    is_of_kind: Callable[[ChildId], bool] | None = None
+    """Chooses among children where none is named, among those to come as well."""
+
     streams: tuple[Stream, ...] = ()
     rank: int | None = None
     since_ns: int = 0
@@ -177,7 +180,7 @@ class _Tail:
 
 
 def _wanted(query: LogQuery) -> tuple[ChildId, ...]:
-    return query.child_ids or children_logged(query.directory)
+    return query.child_ids or tuple(filter(query.is_of_kind, children_logged(query.directory)))
 
 
 def _merged(sources: Iterable[Iterator[LogLine]]) -> Iterator[LogLine]:

@@ -19,6 +19,7 @@ import anyio
 from libra import clock
 from libra.errors import ChildError, NodeAwayError, came_from
 from libra.ids import ChildId, Incarnation
+from libra.tracing.log import get_log
 from libra_supervisor.events import (
     ChildEvent,
     ChildExited,
@@ -54,6 +55,8 @@ _OBSERVE_FIRST_S: Final = 2.0
 _OBSERVE_PERIOD_S: Final = 30.0
 _OBSERVE_MAX_AGE_S: Final = 5.0
 _DUMP_WAIT_S: Final = 5.0
+
+_log = get_log()
 
 Post: TypeAlias = Callable[[ChildEvent], Awaitable[None]]
 
@@ -223,6 +226,9 @@ class Supervision:
     async def _pass_gate(self) -> bool:
         said: str | None = None
         while (hindrance := await self._hooks.hindrance()) is not None:
+            if said is None:
+                # Once: the figures in it change, and `status` has the newest.
+                _log.warning("start_waits", child=self._child_id, why=hindrance)
             if hindrance != said:
                 said = hindrance
                 self._enter(ChildState.WAITING, detail=hindrance)

@@ -19,6 +19,7 @@ from anyio import to_thread
 
 from libra.errors import PeerError
 from libra.ids import RunId
+from libra.wire.decoding import decoded
 from libra.wire.framing import FrameDecoder, encode_frame
 from libra.wire.rank import Hello, RankCommand, RankEvent
 from libra_supervisor.process.identity import ProcessIdentity, identity_of
@@ -82,9 +83,10 @@ class RankLink:
                 raise PeerError("the rank ended in the middle of a message")
             self._ready_frames = self._decoder.feed(data)
         try:
-            return msgspec.msgpack.decode(self._ready_frames.pop(0), type=RankEvent)
-        except msgspec.MsgspecError as error:
+            event: RankEvent = decoded(self._ready_frames.pop(0), RankEvent)
+        except PeerError as error:
             raise PeerError(f"the rank sent something that is no event: {error}") from error
+        return event
 
     @property
     def peer(self) -> ProcessIdentity | None:

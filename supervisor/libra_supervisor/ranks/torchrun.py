@@ -121,6 +121,12 @@ def _part(site: GangSite, attempt: Attempt, number: int) -> ProcessSpec:
     return _spec(own, attempt, _among_others(site, attempt, number), child_id)
 
 
+def is_of_core(child_id: ChildId) -> bool:
+    """Whether ranks of the core run under it, on this node or another."""
+    name, _, node = child_id.partition("-")
+    return name == TRAINER_ID and (child_id == TRAINER_ID or node.isdecimal())
+
+
 def _spec(
     site: GangSite, attempt: Attempt, torchrun: tuple[str, ...], child_id: ChildId
 ) -> ProcessSpec:

@@ -26,6 +26,7 @@ from libra.wire.rank import (
     SendWeights,
     Shutdown,
     StepTrained,
+    TakeDevice,
     TrainStep,
     WeightsExported,
     WeightsOffered,
@@ -42,8 +43,9 @@ ANSWER_TO: Final[dict[type[RankCommand], type[RankEvent]]] = {
     JoinCore: CoreJoined,
     FollowStep: StepFollowed,
 }
-UNANSWERED: Final = (AbortTransfer, OpenLanes, Shutdown)
-"""Heads of lanes do answer OpenLanes; the other ranks have nothing to say."""
+UNANSWERED: Final = (AbortTransfer, OpenLanes, TakeDevice, Shutdown)
+"""Heads of lanes do answer OpenLanes; the other ranks have nothing to say. Until it is ready a rank
+has the time of a start."""
 
 _OWN_ANSWERS: Final = (StepTrained, SaveBegun, CoreJoined, StepFollowed)
 

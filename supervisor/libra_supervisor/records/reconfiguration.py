@@ -74,6 +74,11 @@ class ReconfigurationRecord(
 
     started: tuple[InstanceId, ...] = ()
     stopped: tuple[InstanceId, ...] = ()
+    """Left the plan; those of them that are among `asleep` did not end."""
+
+    asleep: tuple[InstanceId, ...] = ()
+    """Wait for their devices after it, whenever they left."""
+
     attached: tuple[ReplicaId, ...] = ()
     detached: tuple[ReplicaId, ...] = ()
     plan: Plan

@@ -20,7 +20,7 @@ from libra.errors import DrainingError, InvariantError, LibraError, RefusedError
 from libra.ids import GroupId
 from libra.rewards.case import RewardCase
 from libra.rewards.coercion import RewardFailed, coerced
-from libra.rollouts.group import AdmittedGroup
+from libra.rollouts.group import AdmittedGroup, identity_error
 from libra.rollouts.trajectory import FailureKind, SampleFailed, Trajectory, alignment_error
 from libra.rollouts.transcript import AlignmentBrokenError, PrefixBrokenError
 from libra.user_code import error_in_words
@@ -255,7 +255,9 @@ def _checked(
         plain = _plain(trajectory)
     except (TypeError, ValueError, OverflowError) as error:  # also what msgspec raises
         return SampleFailed("workflow", f"returned a Trajectory that cannot be kept: {error}")
-    wrong = _identity_error(plain, client) or _bounds_error(plain, settings)
+    if (other := identity_error(plain, client.group, client.sample_index)) is not None:
+        return SampleFailed("workflow", f"returned {other}")
+    wrong = _bounds_error(plain, settings)
     if wrong is not None:
         return SampleFailed("workflow", wrong)
     wrong = alignment_error(plain)
@@ -271,20 +273,6 @@ def _plain(trajectory: Trajectory) -> Trajectory:
     encoded = msgspec.msgpack.encode(msgspec.structs.replace(trajectory, reward=None))
     decoded = msgspec.msgpack.decode(encoded, type=Trajectory)
     return msgspec.structs.replace(decoded, reward=trajectory.reward)
-
-
-def _identity_error(trajectory: Trajectory, client: SampleClient) -> str | None:
-    group, index = client.group, client.sample_index
-    expected = {
-        "trajectory_id": group.trajectory_id(index),
-        "group_id": group.group_id,
-        "prompt_id": group.prompt.prompt_id,
-        "sample_index": index,
-    }
-    for name, value in expected.items():
-        if getattr(trajectory, name) != value:
-            return f"returned {name} {getattr(trajectory, name)!r:.80}, not {value!r}"
-    return None
 
 
 def _bounds_error(trajectory: Trajectory, settings: GenerationSettings) -> str | None:

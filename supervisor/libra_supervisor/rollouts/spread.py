@@ -157,6 +157,11 @@ class Spread:
         """Whether an end of this sample would count."""
         return self._speaking(node, number, sample) is not None
 
+    def group_of(self, node: NodeRank, number: int, sample: int) -> AdmittedGroup | None:
+        """Whose sample it is; None when an end of it would not count."""
+        job = self._speaking(node, number, sample)
+        return None if job is None else job.group
+
     def number_of(self, group_id: GroupId) -> int | None:
         """The group's job; None when it is not in progress."""
         job = self._job_of.get(group_id)

@@ -5,15 +5,25 @@ import signal
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from fake_runs import write_config
 from libra.config.load import load_config
-from libra_supervisor.app.following import Following, config_digest, follow, node_directory
+from libra.errors import SiteError
+from libra_supervisor.app.following import (
+    Following,
+    config_digest,
+    follow,
+    node_directory,
+    speaking_for,
+)
 from libra_supervisor.app.recall import record_run_id
 from libra_supervisor.nodes.site import Site
-from libra_supervisor.run_directory import RunDirectory, held
+from libra_supervisor.run_directory import LOCK_NAME, Holder, RunDirectory, held
 
+HERE = os.uname().nodename
+ADVICE = "correct nodes, or say with --node-rank which node this machine is"
 pytestmark = pytest.mark.anyio
 
 
@@ -59,6 +69,30 @@ async def test_a_machine_that_leads_is_no_follower_too_and_its_children_are_left
     finally:
         child.kill()
         child.wait()
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        (None, "another libra-supervisor speaks for node 1 of this run already, and this is "),
+        (
+            "gpu07",
+            f"on gpu07 speaks for node 1 of this run already, and this is {HERE}: {ADVICE}",
+        ),
+        (HERE, "speaks for node 1 of this run already: end that process first"),
+    ],
+)
+def test_of_two_that_claim_a_rank_the_second_is_told_who_the_first_is(tmp_path, host, said):
+    own = RunDirectory(tmp_path)
+    with speaking_for(1, own):
+        lock = tmp_path / LOCK_NAME
+        lock.write_bytes(b"" if host is None else msgspec.json.encode(Holder(4711, host)))
+        with pytest.raises(SiteError) as found, speaking_for(1, own):
+            pass
+    assert said in str(found.value)
+    assert "--run-dir" not in str(found.value)
+    with pytest.raises(KeyError), speaking_for(1, own):
+        raise KeyError
 
 
 def test_nodes_agree_on_all_that_is_not_their_own_affair(tmp_path):

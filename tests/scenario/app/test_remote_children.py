@@ -33,7 +33,8 @@ from libra_supervisor.events import (
 )
 from libra_supervisor.instances.port_lease import lease_port
 from libra_supervisor.nodes.members import NodeLost
-from libra_supervisor.nodes.remote import RemoteSpawner, remote_port
+from libra_supervisor.nodes.remote import remote_port
+from libra_supervisor.nodes.remote_child import RemoteSpawner
 from libra_supervisor.process.identity import ProcessIdentity
 from libra_supervisor.process.kernel import read_tag
 from libra_supervisor.process.lifecycle import Adoptee, ChildHooks, ChildState, Deadlines

@@ -148,6 +148,16 @@ def test_what_cannot_be_done_is_said_and_ends_with_1(running):
     for verb in ("drain", "undrain", "restart"):
         assert said_no(run.call(verb, "vllm-9"), "no engine 'vllm-9'; there are vllm-0, vllm-1")
     assert said_no(run.call("restart", "trainer"), "no engine 'trainer'")
+    answer = run.call("drain", "--node", "1")
+    assert said_no(answer, "the run has no node 1; it has one, node 0")
+
+
+def test_a_run_on_one_machine_has_node_0(running):
+    run = running
+    for verb in ("drain", "undrain"):
+        answer = run.call(verb, "--node", "0")
+        assert answer.stdout == f"{verb} of vllm-0, vllm-1 on node 0 begun\n"
+    run.until(lambda: child(run, "vllm-1")["state"] in ("serving", "reloading"))
 
 
 def test_logs_are_chosen_by_child_role_and_rank_and_followed(running):

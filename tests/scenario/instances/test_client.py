@@ -342,3 +342,28 @@ async def test_a_server_tells_which_requests_it_works_on_and_how_far_each_is(ser
     with anyio.fail_after(10):
         while await client.open_requests():
             await clock.sleep(0.01)
+
+
+async def test_a_server_is_put_to_sleep_and_woken_up_with_the_token(server, client):
+    await client.sleep(timeout_s=5.0)
+    assert (await client.state()).is_asleep
+    with pytest.raises(RefusedError):
+        await complete(client)
+    await client.wake_up(timeout_s=5.0)
+    assert not (await client.state()).is_asleep
+    assert [it for it in server.calls if it[0] == "POST" and "complet" not in it[1]] == [
+        ("POST", "/sleep"),
+        ("POST", "/wake_up"),
+    ]
+    async with InstanceClient("vllm-0", server.url, token="wrong") as stranger:
+        with pytest.raises(RejectedError, match="401"):
+            await stranger.sleep(timeout_s=5.0)
+
+
+async def test_a_server_that_does_not_sleep_or_wake_in_time_is_an_error(server, client):
+    server.hang = {"/sleep"}
+    server.fails = {"/wake_up"}
+    with pytest.raises(PeerError, match="did not answer while answering /sleep"):
+        await client.sleep(timeout_s=0.2)
+    with pytest.raises(PeerError, match="out of memory"):
+        await client.wake_up(timeout_s=5.0)

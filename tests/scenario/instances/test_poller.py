@@ -41,10 +41,16 @@ class ToldClient:
         return self.page
 
 
-async def poll(client, *, for_s, seed=1, period_s=3.0, timeout_s=1.0):
+async def poll(client, *, for_s, seed=1, period_s=3.0, timeout_s=1.0, **how):
     seen = []
     poller = InstancePoller(
-        client, "vllm-0#1", seen.append, period_s=period_s, timeout_s=timeout_s, rng=Random(seed)
+        client,
+        "vllm-0#1",
+        seen.append,
+        period_s=period_s,
+        timeout_s=timeout_s,
+        rng=Random(seed),
+        **how,
     )
     with anyio.move_on_after(for_s):
         await poller.run()
@@ -125,3 +131,14 @@ class TestAgainstAServer:
             assert polled.metrics.load.kv_capacity_tokens == 1536
             server.health_status = 503
             assert (await poll(client, for_s=0.2, period_s=0.05))[0].health == "unhealthy"
+
+
+@pytest.mark.anyio
+async def test_of_a_server_that_has_no_load_health_alone_is_asked():
+    client = ToldClient()
+    has_load = iter([True, False, False, True])
+    seen = await poll(client, for_s=10, has_load=lambda: next(has_load))
+    assert [it.metrics is not None for it in seen] == [True, False, False, True][: len(seen)]
+    assert [it.health for it in seen] == ["healthy"] * len(seen)
+    assert {it.error for it in seen} == {""}
+    assert len(seen) > 2

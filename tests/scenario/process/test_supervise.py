@@ -5,6 +5,7 @@ from random import Random
 
 import anyio
 import pytest
+from structlog.testing import capture_logs
 
 from libra.errors import ChildError
 from libra.ids import ChildId
@@ -203,11 +204,14 @@ async def test_a_sigstopped_child_is_ended_too(tmp_path):
 async def test_waiting_for_a_device_costs_nothing_of_the_budget(tmp_path):
     async with site(tmp_path) as place:
         hooks = Hooks(place, ("sleep", "60"))
-        hooks.hindrances = ["GPU 3 still holds 115 GiB"]
-        async with supervised(place, hooks) as it:
-            await until(lambda: of(place, ChildReady))
-            it.stop()
-        assert kinds(place)[:3] == ["Waiting", "Started", "Ready"]
+        hooks.hindrances = ["GPU 3 still holds 115 GiB", "GPU 3 still holds 96 GiB"]
+        with capture_logs() as logs:
+            async with supervised(place, hooks) as it:
+                await until(lambda: of(place, ChildReady))
+                it.stop()
+        said = [line["why"] for line in logs if line["event"] == "start_waits"]
+        assert said == ["GPU 3 still holds 115 GiB"]
+        assert kinds(place)[:4] == ["Waiting", "Waiting", "Started", "Ready"]
         assert of(place, ChildWaiting)[0].reason == "GPU 3 still holds 115 GiB"
         assert it.status().num_failures == 0
 

@@ -516,6 +516,8 @@ async def test_a_route_that_may_change_weights_makes_the_version_unknown(app, ru
         assert (await app.complete()).status == 503
         await clock.sleep(1.0)
         assert kept[0].status == 503
+        if path == "/sleep":
+            await app.call("POST", "/wake_up", token=TOKEN)
         assert (await app.reload(1)).error is None
         assert (await app.complete()).status == 200
 
@@ -576,6 +578,7 @@ async def test_state_is_small_and_needs_no_token(app, running):
         "policy_version": 0,
         "is_paused": False,
         "manifest_hash": None,
+        "is_asleep": False,
     }
 
 

@@ -7,7 +7,8 @@ FAKE_SERVER is JSON: {"start_s": S} is how long the first process of the instanc
 {"slow": {INSTANCE: S}} the same for one of them,
 {"ignores_sigterm": true} makes it deaf, with {"hides": true} it has a
 descendant in a session of its own, as an engine behind an API server. {"second_waits": N} gives it
-a second engine in which N requests wait.
+a second engine in which N requests wait. {"hangs": {INSTANCE: [PATH]}} and
+{"fails": {INSTANCE: [PATH]}} are the switches of one instance.
 """
 
 import json
@@ -54,6 +55,8 @@ async def main():
     server.port = int(port)
     server.token_delay_s = 0.002
     server.second_engine_waits = switches.get("second_waits")
+    server.hang |= set(switches.get("hangs", {}).get(server.instance_id, ()))
+    server.fails |= set(switches.get("fails", {}).get(server.instance_id, ()))
     if switches.get("hides"):
         subprocess.Popen(["sleep", "3600"], start_new_session=True)
     if served:

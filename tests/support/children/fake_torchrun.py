@@ -38,6 +38,8 @@ def places():
     if options.nnodes != 2 or "--config" not in options.program:
         return first, world
     config = Path(options.program[options.program.index("--config") + 1])
+    if not config.exists():
+        return first, world
     world = json.loads(config.read_text())["training"]["train_gpus"]
     return (world - options.nproc_per_node if options.node_rank else 0), world
 

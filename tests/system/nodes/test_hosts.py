@@ -27,7 +27,8 @@ from libra_supervisor.nodes.interface import interface_of
 from libra_supervisor.nodes.leader import LeaderEnd, NodeSaid
 from libra_supervisor.nodes.lease import LeaseTerms
 from libra_supervisor.nodes.members import Charter, NodeJoined, NodeLost, NodeSuspected
-from libra_supervisor.nodes.remote import RemoteNode, RemoteSpawner, remote_port
+from libra_supervisor.nodes.remote import RemoteNode, remote_port
+from libra_supervisor.nodes.remote_child import RemoteSpawner
 from libra_supervisor.nodes.term import take_term
 from libra_supervisor.nodes.transport import node_listener
 from libra_supervisor.ranks.agents import AgentsSpawner

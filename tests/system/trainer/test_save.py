@@ -7,8 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from libra.storage.checkpoints import read_checkpoint_manifest, verify_checkpoint
+from libra.wire.rank import (
+    CheckpointSaved,
+    MiniBatch,
+    ModelReady,
+    SaveBegun,
+    SaveCheckpoint,
+    StepTrained,
+    TrainStep,
+)
 from tiny_models import make_tiny_model
-from trainer_gang import REPOSITORY, SCRIPTS, trainer_environment
+from trainer_gang import REPOSITORY, SCRIPTS, FakeSupervisor, Program, trainer_environment
+from trainer_ranks import make_samples, run_config
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -31,3 +42,52 @@ def test_a_save_killed_at_any_moment_is_complete_or_invisible(tmp_path: Path):
     assert newest.count(1) > 15
     assert newest[-1] == 2
     assert [complete[1][0] for complete in found if complete[0][0] == 2] == [1] * newest.count(2)
+
+
+def test_a_checkpoint_that_falls_due_while_a_snapshot_is_written_holds_no_rank(tmp_path: Path):
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    gate, slow = tmp_path / "gate", tmp_path / "snapshots"
+    program = Program(
+        arguments=(str(SCRIPTS / "slow_disk.py"),),
+        environment={"SLOW_BELOW": str(slow), "SLOW_GATE": str(gate)},
+    )
+    with FakeSupervisor(run_config(model), tmp_path / "gang", 2, program=program) as gang:
+        gang.accept_all()
+        for link in gang.links.values():
+            link.expect(ModelReady)
+        train(gang, 1)
+        save(gang, slow / "step_000001", step=1)
+        train(gang, 2)
+        save(gang, tmp_path / "checkpoints" / "step_000002", step=2)
+        train(gang, 3)
+        # All this the disk has had nothing of; and then in order.
+        assert not (tmp_path / "checkpoints" / "step_000002").exists()
+        gate.touch()
+        saved = [gang.links[0].expect(CheckpointSaved) for _ in range(2)]
+    assert [it.step for it in saved] == [1, 2]
+    for it in saved:
+        manifest = read_checkpoint_manifest(Path(it.directory))
+        verify_checkpoint(Path(it.directory), manifest)
+        assert manifest.step == it.step
+
+
+def train(gang: FakeSupervisor, step: int) -> None:
+    samples = make_samples(step, 4, 250)
+    for rank, link in gang.links.items():
+        own = samples[rank::2]
+        batch = MiniBatch(
+            samples=tuple(own),
+            global_num_tokens=sum(sum(it.loss_mask) for it in samples),
+            global_num_sequences=len(samples),
+        )
+        link.send(TrainStep(step, (batch,)))
+    for link in gang.links.values():
+        assert link.expect(StepTrained).step == step
+
+
+def save(gang: FakeSupervisor, directory: Path, *, step: int) -> None:
+    """Returns when the ranks are free again."""
+    directory.parent.mkdir(exist_ok=True)
+    gang.send(SaveCheckpoint(step=step, directory=str(directory), rollout_state=b""))
+    for link in gang.links.values():
+        assert link.expect(SaveBegun).step == step

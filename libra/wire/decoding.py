@@ -1,0 +1,28 @@
+"""What another process sent, as what it should be. Pure."""
+
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+from libra.errors import PeerError
+
+T = TypeVar("T")
+
+
+@overload
+def decoded(message: bytes | bytearray, kind: type[T]) -> T: ...
+
+
+@overload
+def decoded(message: bytes | bytearray, kind: Any) -> Any: ...
+
+
+def decoded(message: bytes | bytearray, kind: Any) -> Any:
+    """The msgpack `message`. Raises PeerError, with the reason alone, when it is none of `kind`."""
+    try:
+        return msgspec.msgpack.decode(message, type=kind)
+    except msgspec.MsgspecError as error:
+        raise PeerError(str(error)) from error
+    except RecursionError:
+        # Even in fields that nobody asked for.
+        raise PeerError("it is nested too deeply") from None

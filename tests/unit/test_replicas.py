@@ -1,0 +1,70 @@
+"""What the gangs of replicas make of what their ranks say."""
+
+import anyio
+import pytest
+
+from libra.ids import ReplicaId, SlotId
+from libra.planner.plan import HybridPlacement
+from libra.wire.rank import ModelReady, RankWarm
+from libra_supervisor import events
+from libra_supervisor.app.replicas import Replicas
+
+pytestmark = pytest.mark.anyio
+PLACED = HybridPlacement(replica_id=ReplicaId("hybrid-3"), slots=(SlotId(1), SlotId(2)))
+
+
+@pytest.fixture
+def anyio_backend():
+    return "trio"
+
+
+class ToldGang:
+    """Its ranks say what a test has them say; then it is gone."""
+
+    attempt = 1
+
+    def __init__(self, hear, said):
+        self._hear, self._said = hear, said
+
+    async def run(self):
+        for event in self._said:
+            await self._hear(event)
+
+
+async def posted(folder, said, *, has_devices):
+    asked, found = [], []
+
+    def make(placement, hear, with_devices):
+        asked.append((placement, with_devices))
+        return ToldGang(hear, said)
+
+    async def post(event):
+        found.append(event)
+
+    async with anyio.create_task_group() as tasks:
+        replicas = Replicas(make, folder, post)
+        replicas.begin(tasks)
+        replicas.start(PLACED, has_devices=has_devices)
+        mail = replicas._running[PLACED.replica_id].mail
+    mail._send.close()
+    mail._receive.close()
+    assert asked == [(PLACED, has_devices)]
+    return found
+
+
+async def test_a_replica_is_warm_when_all_its_ranks_are(tmp_path):
+    down = events.ReplicaDown(PLACED.replica_id, "it was told to leave")
+    warm = [events.RankSaid(1, RankWarm(rank)) for rank in range(2)]
+    assert await posted(tmp_path, warm[:1], has_devices=False) == [down]
+    both = await posted(tmp_path, warm, has_devices=False)
+    assert both == [events.HybridWarmed(PLACED.replica_id), down]
+
+
+async def test_what_else_its_ranks_say_is_passed_on(tmp_path):
+    ready = ModelReady(rank=0, step=0, num_parameters=1, build_s=0.1)
+    said = [events.RankSaid(1, ready), events.GangReady(1, 0, 1)]
+    found = await posted(tmp_path, said, has_devices=True)
+    assert found[:2] == [
+        events.ReplicaSaid(PLACED.replica_id, ready),
+        events.ReplicaReady(PLACED.replica_id),
+    ]
