@@ -4,7 +4,7 @@ Everything of a part is its own: scheduler, connections, reward workers, jobs. W
 (the prompts) is kept for the next one, since it is the same run's.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Final, Never, assert_never
@@ -316,13 +316,7 @@ class Part:
             why = f"its trajectory of {len(data)} bytes is too long to be passed on"
             self._say(wire.SampleGone(job.number, sample, "workflow", why))
             return
-        for first in range(0, len(data), MAX_PIECE_BYTES):
-            piece = wire.TrajectoryPiece(
-                job=job.number,
-                sample=sample,
-                data=data[first : first + MAX_PIECE_BYTES],
-                is_last=first + MAX_PIECE_BYTES >= len(data),
-            )
+        for piece in pieces_of(data, job=job.number, sample=sample):
             if self._is_open:
                 await self._site.say_when_room(piece)
 
@@ -339,6 +333,17 @@ class Part:
                 told = current
                 self._say(wire.InUse(servers.revision, _in_use(scheduler)))
             await clock.sleep(REPORT_PERIOD_S)
+
+
+def pieces_of(data: bytes, *, job: int, sample: int) -> Iterator[wire.TrajectoryPiece]:
+    """An encoded trajectory as it is said."""
+    for first in range(0, len(data), MAX_PIECE_BYTES):
+        yield wire.TrajectoryPiece(
+            job=job,
+            sample=sample,
+            data=data[first : first + MAX_PIECE_BYTES],
+            is_last=first + MAX_PIECE_BYTES >= len(data),
+        )
 
 
 def _in_use(scheduler: Scheduler) -> dict[InstanceId, int]:
