@@ -5,6 +5,8 @@ Everything of a part is its own: scheduler, connections, reward workers, jobs. W
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Final, Never, assert_never
@@ -29,11 +31,12 @@ from libra.rollouts.group import AdmittedGroup
 from libra.rollouts.trajectory import Trajectory
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
+from libra.tracing.span import SpanWriter
 from libra.wire import node_rollouts as wire
 from libra.wire.node import MAX_PIECE_BYTES, NodeEvent
 from libra.wire.node_rollouts import MAX_TRAJECTORY_BYTES, RolloutOrder
 from libra_supervisor.app.followed_servers import FollowedServers
-from libra_supervisor.app.making import load_exchange, rollout_runner
+from libra_supervisor.app.making import load_exchange, rollout_runner, span_writer
 from libra_supervisor.app.prompts import Prompts, fingerprints_of, open_prompts
 from libra_supervisor.app.routing import EngineRouter, explained_if_debugging
 from libra_supervisor.app.scoring import reward_pool_of
@@ -221,6 +224,14 @@ class Part:
         check_reward_name(config.data.reward)
         prompts = await self._shelf.prompts(config)
         token = await anyio.to_thread.run_sync(_read_token, Path(self._order.token_file))
+        writer = partial(span_writer, config, site.directory, site.run_id, node=site.node)
+        with closing(await anyio.to_thread.run_sync(writer)) as spans:
+            await self._make_of(config, prompts, token, spans)
+
+    async def _make_of(
+        self, config: RunConfig, prompts: Prompts, token: str, spans: SpanWriter
+    ) -> None:
+        site = self._site
         scheduling = config.heterogeneous_rollout.scheduling
         scheduler = Scheduler(
             scheduling,
@@ -228,7 +239,7 @@ class Part:
             explained=explained_if_debugging(),
         )
         servers = FollowedServers(scheduler, scheduling, token=token, rng=site.rng)
-        room = self._room = WaitingRoom(scheduler)
+        room = self._room = WaitingRoom(scheduler, spans=spans)
         exchange = load_exchange(
             scheduler, config, site.directory, run_id=site.run_id, node=site.node, rng=site.rng
         )

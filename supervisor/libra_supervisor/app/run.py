@@ -22,7 +22,6 @@ from libra.rewards.loading import check_reward_name
 from libra.scheduling.notice import BreakerClosed, FeedbackRestored, RestartSeen
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
-from libra.tracing.span import SpanWriter, trace_path
 from libra_supervisor.api.access import read_or_make_token
 from libra_supervisor.api.server import api_server
 from libra_supervisor.app.adoption import adoptee_of, take_over
@@ -34,6 +33,7 @@ from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
 from libra_supervisor.app.launch import Launch, gpus_per_node, new_run_id, num_gpus_of, replanned
+from libra_supervisor.app.making import span_writer
 from libra_supervisor.app.operator import ChildStatuses, Facts, Operator
 from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
 from libra_supervisor.app.plan_files import PlanFiles, TrainerPlace
@@ -172,7 +172,7 @@ class Run:
         self._memory = RunMemory(launch.directory, run_id)
         if launch.memory is not None:
             self._memory.remember_plan(launch.memory)
-        self._spans = _span_writer(launch, run_id)
+        self._spans = span_writer(launch.config, launch.directory, run_id)
         self._tracer = Tracer(self._spans)
         self._scheduler = Scheduler(
             launch.config.heterogeneous_rollout.scheduling,
@@ -570,17 +570,3 @@ class Run:
         while True:
             await clock.sleep(NOTIFY_PERIOD_S)
             notifier.status(plain_line(operator.progress()))
-
-
-def _span_writer(launch: Launch, run_id: RunId) -> SpanWriter:
-    tracing = launch.config.tracing
-    directory = Path(tracing.phase_trace_dir or launch.directory.phase_trace)
-    path = trace_path(directory, -1) if tracing.phase_trace_enabled else None
-    return SpanWriter(
-        path,
-        rank=-1,
-        run_id=run_id,
-        role="control",
-        max_bytes=tracing.phase_trace_max_bytes,
-        num_kept=tracing.phase_trace_keep,
-    )
