@@ -277,8 +277,11 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
 
         return Replicas(make, directory.hybrid, self.inbox.post)
 
-    def reshape(self, gang: Gang, placement: TrainPlacement) -> None:
-        gang.reshape(self.gang_site(placement), self._gang_hindrance(placement, TRAINER_ID))
+    def reshape(self, gang: Gang, placement: TrainPlacement, *, probes: bool) -> None:
+        site = self.gang_site(placement)
+        if probes:
+            site = msgspec.structs.replace(site, arguments=("--probe",))
+        gang.reshape(site, self._gang_hindrance(placement, TRAINER_ID))
 
     def _gang_hindrance(
         self, placement: TrainPlacement, child_id: ChildId, *, has_devices: bool = True

@@ -57,6 +57,12 @@ class NodeDesk:
         self._given_up: set[InstanceId] = set()
         self._not_before: dict[Move, float] = {}
         self._begun: tuple[Move, Plan] | None = None
+        self.known_to_fit: set[tuple[int, ...]] = {policy.home.train.layout}
+        """Layouts of the core that were probed, or planned with."""
+
+        self.refused: frozenset[tuple[int, ...]] = frozenset()
+        """Layouts of the core that did not fit their recompute probe."""
+
         self._found: tuple[Plan, Gone, Plan | Lack] | None = None
 
     def on_here(self, node: NodeRank, *, now: float) -> None:
@@ -87,9 +93,20 @@ class NodeDesk:
     def target(self, gone: Gone) -> Plan | Lack:
         """The plan that the run should have now."""
         if self._found is None or self._found[:2] != (self.home, gone):
-            found = plan_without(self.home, gone, self.policy.terms)
+            terms = msgspec.structs.replace(self.policy.terms, why_not=self._why_not)
+            found = plan_without(self.home, gone, terms)
             self._found = (self.home, gone, found)
         return self._found[2]
+
+    def refuse(self, layout: tuple[int, ...]) -> None:
+        """A core of this layout does not fit: neither on these devices nor on others."""
+        self.refused |= {layout}
+        self._found = None
+
+    def _why_not(self, plan: Plan) -> str:
+        if plan.train.layout in self.refused:
+            return "it did not fit its recompute probe"
+        return self.policy.terms.why_not(plan)
 
     def may(self, move: Move, *, now: float) -> bool:
         return now >= self._not_before.get(move, now)

@@ -78,7 +78,7 @@ def _led_back(state: RunState, desk: NodeDesk, at: Moment) -> tuple[Command, ...
     if isinstance(target, Lack):
         return _wait(desk, target.reason)
     desk.lack = ""
-    if _needs_gone(state, gone):
+    if _needs_gone(state, gone) or _is_refused(state, desk):
         return _do_without(state, desk, gone, target, at)
     if plans.change is None and not is_same(_standing(plans.plan, gone), target):
         return _move_back(state, desk, gone, target, at)
@@ -127,6 +127,13 @@ def _needs_gone(state: RunState, gone: Gone) -> bool:
     return gone.has([*change.ground.core_slots, *(slot for it in plans for slot in _all_slots(it))])
 
 
+def _is_refused(state: RunState, desk: NodeDesk) -> bool:
+    """Whether the core, or the one that is on its way, did not fit its recompute probe."""
+    change = state.plans.change
+    plan = state.plans.plan if change is None else change.order.wanted
+    return plan.train.layout in desk.refused
+
+
 def _all_slots(plan: Plan) -> list[Slot]:
     servers = [slot for it in plan.instances for slot in server_slots(it)]
     return [*slots_of_core(plan.train), *servers]
@@ -151,7 +158,7 @@ def _do_without(
         # Its loss is still to be heard of; or it has come up there again, with a node that is
         # not counted on yet.
         return ()
-    reason = f"{desk.in_words(gone.nodes)} left"
+    reason = f"{desk.in_words(gone.nodes)} left" if gone.nodes else "nodes are back"
     overtaken = plan_life.overtaken(state, reason, at)
     ground = _without_gone(ground, gone, is_core_gone=is_core_gone)
     target = _with_replicas(target, ground, gone)
@@ -160,7 +167,7 @@ def _do_without(
         reason=reason,
         old=target,
         wanted=target,
-        cause="node_lost",
+        cause="node_lost" if gone.nodes else "node_back",
         has_way_back=False,
     )
     rules = Rules(min_rollout_gpus=plans.policy.min_rollout_gpus, gives_back=True)
