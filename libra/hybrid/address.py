@@ -28,6 +28,12 @@ class LaneHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     digest: Annotated[int, msgspec.Meta(ge=0)]
     """Of these weights."""
 
+    num_streams: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Connections that make the lane."""
+
+    stream: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Which of them this is."""
+
 
 def connected(address: LaneAddress, *, deadline: float) -> tuple[Channel, bool]:
     """Connect; also whether memory can be shared. Raises PeerError when nobody listens."""

@@ -43,14 +43,14 @@ class Channel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(POLL_S)
 
-    def send(self, data: bytes | memoryview, *, deadline: float) -> None:
+    def send(self, data: bytes | memoryview, *, deadline: float, beat: Beat = no_beat) -> None:
         """Send all of it. Raises LateError or ClosedError; the channel is of no use then."""
         view = memoryview(data).cast("B")
         while view:
             try:
                 view = view[self._socket.send(view) :]
             except TimeoutError:
-                pass
+                beat()
             except OSError as error:
                 raise ClosedError(f"the lane broke: {error.strerror}") from error
             if view:

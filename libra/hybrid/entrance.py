@@ -25,6 +25,7 @@ from libra.hybrid.header import (
     decode_header,
     encode_header,
 )
+from libra.hybrid.streams import MAX_STREAMS, Gathering
 from libra.hybrid.terms import LaneTerms
 from libra.wire.hybrid import LaneAddress
 
@@ -35,7 +36,10 @@ MAX_STRANGERS: Final = 16
 _UCRED: Final = struct.Struct("3i")
 
 Shared: TypeAlias = tuple[SharedValues, SharedValues]
-Admit: TypeAlias = Callable[[Channel, LaneHello, Shared | None, Callable[[], None]], None]
+Channels: TypeAlias = tuple[Channel, ...]
+"""Of one member, by stream."""
+
+Admit: TypeAlias = Callable[[Channels, LaneHello, Shared | None, Callable[[], None]], None]
 """Takes a proved member in, calling the last argument to welcome it. Raises PeerError to refuse."""
 
 
@@ -54,6 +58,7 @@ class Entrance:
     ) -> None:
         self._terms, self._key, self._admit = terms, key, admit
         self._lane, self._layout_hash = lane, layout_hash
+        self._gathering = Gathering()
         self._num_strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         name = f"libra-{os.getpid()}-lane-{lane}-{secrets.token_hex(8)}"
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -96,17 +101,25 @@ class Entrance:
 
     def _receive(self, connection: socket.socket) -> None:
         channel = Channel(connection)
+        channels: Channels = (channel,)
         try:
             is_unix = connection.family == socket.AF_UNIX
             if is_unix:
                 _check_user(connection)
             hello = self._proved(channel)
+            self._check_streams(channel, hello, is_unix=is_unix)
+            deadline = clock.monotonic() + PROVE_WITHIN_S
+            gathered = self._gathering.gather(channel, hello, deadline=deadline)
+            if gathered is None:
+                return  # the thread of the last stream takes the member in
+            channels = gathered
             shared = self._memory() if is_unix else None
-            self._admit(channel, hello, shared, lambda: self._welcome(channel, shared))
+            self._admit(channels, hello, shared, lambda: self._welcome(channels[0], shared))
         except (PeerError, OSError) as error:
             # A stranger; a member, which has been told why; or no memory for one.
             print(f"lane {self._lane}: not let in: {error}", flush=True)  # noqa: T201
-            channel.close()
+            for one in channels:
+                one.close()
         finally:
             self._num_strangers.release()
 
@@ -139,6 +152,13 @@ class Entrance:
         if (hello.lane, hello.layout_hash, header.count) != wanted:
             self.refuse(channel, f"lane {self._lane} is for another part of another model")
         return hello
+
+    def _check_streams(self, channel: Channel, hello: LaneHello, *, is_unix: bool) -> None:
+        most = 1 if is_unix else min(MAX_STREAMS, self._terms.count)
+        if not hello.stream < hello.num_streams <= most:
+            self.refuse(
+                channel, f"stream {hello.stream} of {hello.num_streams}: at most {most} make a lane"
+            )
 
     def refuse(self, channel: Channel, reason: str) -> None:
         """Tell a member why it is not let in, and raise PeerError."""

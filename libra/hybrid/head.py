@@ -12,9 +12,9 @@ import numpy as np
 
 from libra import clock
 from libra.hybrid.address import LaneHello
-from libra.hybrid.channel import POLL_S, Beat, Channel
+from libra.hybrid.channel import POLL_S, Beat
 from libra.hybrid.checksum import Floats
-from libra.hybrid.entrance import Entrance, Shared
+from libra.hybrid.entrance import Channels, Entrance, Shared
 from libra.hybrid.fault import Ballot, Fault
 from libra.hybrid.guest import Guest
 from libra.hybrid.header import Fence
@@ -182,20 +182,20 @@ class LaneHead:
 
     def _admit(
         self,
-        channel: Channel,
+        channels: Channels,
         hello: LaneHello,
         shared: Shared | None,
         welcome: Callable[[], None],
     ) -> None:
         """Called by the entrance's threads."""
-        guest = Guest(channel, hello, self._terms, self._changed, self._kept, shared=shared)
+        guest = Guest(channels, hello, self._terms, self._changed, self._kept, shared=shared)
         with self._changed:
             refusal = self._refusal_of(guest)
             if not refusal:
                 # Before the welcome: who has heard it may count on being known.
                 self._guests[hello.replica_id] = guest
         if refusal:
-            self._entrance.refuse(channel, refusal)
+            self._entrance.refuse(channels[0], refusal)
         welcome()
         guest.start()
 

@@ -14,6 +14,7 @@ from libra.hybrid.address import LaneHello
 from libra.hybrid.header import Fence, run_hash
 from libra.hybrid.member import MemberLane
 from libra.hybrid.proof import read_key
+from libra.hybrid.streams import num_streams_for
 from libra.trainer.batch import MicroBatch
 from libra.trainer.exchange import Stepped
 from libra.trainer.hybrid_backend import HybridBackend
@@ -60,6 +61,7 @@ class MemberLearner(Learner):
                 layout_hash=gradients.layout_hash,
                 step=self.progress.step + 1,
                 digest=gradients.weights_digest(),
+                num_streams=num_streams_for(gradients.count),
             ),
             count=gradients.count,
             timeout_s=self._frame_timeout_s,

@@ -2,8 +2,8 @@
 """What following a drifting load is worth, and what a change of the plan takes, as JSON.
 
     scripts/bench/bench_elastic.py --simulate [--seeds 1,2,3] [--steps-per-phase 40]
-    scripts/bench/bench_elastic.py --measure [--device cuda] [--shape 0.5b] [--turns 3] [--lending]
-                                   [--keep DIR] [-o KEY=VALUE]...
+    scripts/bench/bench_elastic.py --measure [--lending | --last-server] [--device cuda]
+                                   [--shape 0.5b] [--turns 3] [--keep DIR] [-o KEY=VALUE]...
 
 `--simulate`, on virtual time: each scenario is a load on eight GPUs that jumps, ramps or stays.
 `regret` is the total of the elastic run over that of the best plan that is kept, chosen in
@@ -15,9 +15,15 @@ two servers. An operator's orders take it through a turn: a server leaves and jo
 to a hybrid replica and back, the core grows, is cut otherwise and shrinks. Medians over turns of
 the switch, its phases and stages, how long the trainer was held, and what the steps with the change
 in them took beyond those before it. `--lending` leaves all out but the slot that goes to a replica
-and back. `--device cuda` takes two GPUs: the core has the first, both servers share the second,
-since while nothing serves there is nothing to train on. `-o` of `global_resource_planner`:
-`runtime_lent_servers=sleep` has the server of the lent slot sleep,
+and back. `--device cuda` takes two GPUs: the core has the first, both servers share the second.
+
+`--last-server`: one core and one server, whose slot goes to a hybrid replica and back, and nothing
+else. Before it is lent rollouts run ahead by `--lead` batches, on which the core and the replica
+train while nothing serves. `stalled_step_s` is what the trainer stood still for in each direction:
+held, or waiting for rollouts longer than usually; `waited_for_rollouts_in_s` says in which phase.
+With `--device cuda` the core has the first GPU and the server the second.
+
+`-o` of `global_resource_planner`: `runtime_lent_servers=sleep` has the server of a lent slot sleep,
 `runtime_rollout_reconfigure_strategy=prewarm` has the replica come up first.
 """
 
@@ -35,7 +41,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/gpu")]
 
-from elastic_job import LENDING, TURN, Job, medians  # noqa: E402 - after the path is set
+from elastic_job import Job, medians  # noqa: E402 - after the path is set
 from main_job import make_model  # noqa: E402
 
 from libra.config.load import load_config  # noqa: E402
@@ -68,7 +74,12 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shape", choices=("tiny", "0.5b", "1.8b"), default="tiny")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--lending", action="store_true")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--lending", action="store_true")
+    part.add_argument("--last-server", action="store_true")
+    parser.add_argument(
+        "--lead", type=int, default=48, help="batches that rollouts are ahead of a last server lent"
+    )
     parser.add_argument("--keep", type=Path, help="an empty directory for the run, which stays")
     parser.add_argument("-o", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
@@ -94,11 +105,13 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     given = list(options.overrides)
     if options.device == "cuda":
         first, second = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
-        # By slot: the servers come first. Each process has a part of the second device.
-        os.environ["CUDA_VISIBLE_DEVICES"] = f"{second},{second},{first}"
-        # A size that is given, since a server that measures its own takes what its neighbour
+        # By slot: the servers come first. Two of them have a part of the second device each.
+        servers = [second] if options.last_server else [second, second]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join((*servers, first))
+        share = "0.5" if options.last_server else "0.25"
+        # A cache of a given size: a server that measures what is left takes what its neighbour
         # allocates meanwhile for its own.
-        memory = ("gpu_memory_utilization=0.25", f"rollout_kv_cache_bytes={KV_CACHE_BYTES}")
+        memory = (f"gpu_memory_utilization={share}", f"rollout_kv_cache_bytes={KV_CACHE_BYTES}")
         given = ["train_dtype=bfloat16", *memory, *given]
     job = Job(
         folder,
@@ -106,16 +119,18 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         tokenizer=quickstart / "model",
         data=quickstart / "train.jsonl",
         options=[f"device={options.device}", *given],
+        lead_batches=options.lead if options.last_server else 0,
+        only_lends=options.lending,
     )
     try:
-        names = LENDING if options.lending else tuple(TURN)
-        turns = job.measure(names, num_turns=options.turns)
+        turns = job.measure(num_turns=options.turns)
     finally:
         job.end()
     return {
         "device": options.device,
         "shape": options.shape,
         "turns": options.turns,
+        "lead_batches": options.lead if options.last_server else None,
         "options": given,
         "changes": {name: medians(found) for name, found in turns.items()},
         "switch_s_of_turns": {

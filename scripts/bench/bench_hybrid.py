@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """Hybrid replicas: the lanes' GB/s beside memcpy and raw sockets; with --gangs what a join costs.
 
-    scripts/bench/bench_hybrid.py [--megabytes 256] [--repeats 7] [--gangs MODEL]
+    scripts/bench/bench_hybrid.py [--megabytes 256] [--repeats 7] [--streams 1,2,4]
+                                  [--gangs MODEL]
 
 The lanes run between two processes. Measured per gradient: from the member's first byte until the
 head has copied, summed and checked it (`up`), and from `publish` until the member has checked it
-(`down`). The peers move as many bytes in the same run, without any check: a copy in memory, and
-blocking sockets between two processes. `--gangs` starts a core and a replica under torchrun on the
-CPU with a model in Hugging Face format, and times each phase of a join, and a core's step with its
-own samples alone and with a member besides, whose samples have no token to train: the core computes
-the same, so the difference is the exchange's and what two gangs take from each other's cores.
+(`down`); over TCP with each number of streams. The peers move as many bytes in the same run,
+without any check: a copy in memory, and blocking sockets between two processes. `--gangs` starts a
+core and a replica under torchrun on the CPU with a model in Hugging Face format, and times each
+phase of a join, and a core's step with its own samples alone and with a member besides, whose
+samples have no token to train: the core computes the same, so the difference is the exchange's and
+what two gangs take from each other's cores.
 Prints JSON.
 """
 
@@ -51,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--streams", default="1,2,4", help="connections of a lane over TCP")
     parser.add_argument("--gangs", type=Path, help="directory of a model in Hugging Face format")
     options = parser.parse_args()
     count = options.megabytes * 1_000_000 // 4
@@ -63,8 +66,10 @@ def main() -> None:
     for kind in ("unix", "tcp"):
         raw = [gb_s(count, seconds) for seconds in raw_socket(kind, count, options.repeats)]
         result[f"raw_{kind}_gb_s"] = summary(raw)
-        up, down = lane(kind, count, options.repeats)
-        name = "shared_memory" if kind == "unix" else "tcp"
+    lanes = {"shared_memory": ("unix", 1)}
+    lanes |= {f"tcp_{number}": ("tcp", int(number)) for number in options.streams.split(",")}
+    for name, (kind, num_streams) in lanes.items():
+        up, down = lane(kind, count, options.repeats, num_streams=num_streams)
         result[f"lane_{name}_up_gb_s"] = summary([gb_s(count, seconds) for seconds in up])
         result[f"lane_{name}_down_gb_s"] = summary([gb_s(count, seconds) for seconds in down])
     if options.gangs is not None:
@@ -134,14 +139,16 @@ def receive(connection: socket.socket, target: memoryview) -> memoryview:
     return target
 
 
-def lane(kind: str, count: int, repeats: int) -> tuple[list[float], list[float]]:
+def lane(
+    kind: str, count: int, repeats: int, *, num_streams: int
+) -> tuple[list[float], list[float]]:
     """Seconds of each gradient to the head, and of each reduced one back."""
     terms = LaneTerms(run_hash=RUN, count=count, frame_timeout_s=LONG_S)
     head = LaneHead(terms, key=KEY, lane=0, layout_hash="bench", host="127.0.0.1")
     address = head.unix_address if kind == "unix" else head.tcp_address
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=be_member, args=(address, count, repeats, theirs))
+    child = context.Process(target=be_member, args=(address, count, repeats, num_streams, theirs))
     child.start()
     up, down = [], []
     for step in range(1, repeats + 1):
@@ -163,8 +170,17 @@ def lane(kind: str, count: int, repeats: int) -> tuple[list[float], list[float]]
     return up, down
 
 
-def be_member(address: LaneAddress, count: int, repeats: int, parent: Any) -> None:
-    hello = LaneHello(replica_id=NAME, lane=0, layout_hash="bench", step=1, digest=0)
+def be_member(
+    address: LaneAddress, count: int, repeats: int, num_streams: int, parent: Any
+) -> None:
+    hello = LaneHello(
+        replica_id=NAME,
+        lane=0,
+        layout_hash="bench",
+        step=1,
+        digest=0,
+        num_streams=num_streams,
+    )
     one = MemberLane(address, key=KEY, run_hash=RUN, hello=hello, count=count, timeout_s=LONG_S)
     gradient = np.ones(count, np.float32)
     parent.send("in")

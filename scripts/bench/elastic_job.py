@@ -16,6 +16,10 @@ WITHIN_S = 900.0
 SETTLED_STEPS = 4
 """Between two changes: what a step takes usually."""
 
+BATCH_SIZE = 64
+_NOT_READY = 8
+_MICRO_BATCH = 2
+
 PLANNER = "global_resource_planner"
 TURN = {
     "instance leaves": ("--instances", "1x1"),
@@ -28,24 +32,49 @@ TURN = {
 }
 """Orders of one turn; each begins where the one before has led."""
 
-LENDING = ("rollout to training", "training to rollout")
-"""Of them those that lend a slot to a replica and give it back."""
+LENT, BACK = "rollout to training", "training to rollout"
+TURN_OF_A_SLOT = {name: TURN[name] for name in (LENT, BACK)}
+TURN_OF_LAST_SERVER = {
+    LENT: ("--instances", "0", "--hybrids", "1"),
+    BACK: ("--instances", "1x1", "--hybrids", "0"),
+}
 
 
 class Job:
-    """A core on one slot beside two servers."""
+    """A core on one slot beside two servers, or beside one, whose slot is lent all the same."""
 
-    def __init__(
-        self, folder: Path, *, model: Path, tokenizer: Path, data: Path, options: Iterable[str]
+    def __init__(  # noqa: PLR0913 - a job, and what is to be measured of it
+        self,
+        folder: Path,
+        *,
+        model: Path,
+        tokenizer: Path,
+        data: Path,
+        options: Iterable[str],
+        lead_batches: int = 0,
+        only_lends: bool = False,
     ) -> None:
+        """`lead_batches`: there is one server, lent when so many batches are ready; 0: two.
+
+        `only_lends`: a turn is a slot's way to a replica and back, and nothing else.
+        """
+        self._lead_batches = lead_batches
+        self.turn = TURN_OF_A_SLOT if only_lends else TURN
+        if lead_batches:
+            self.turn = TURN_OF_LAST_SERVER
+        num_servers = 1 if lead_batches else 2
         self.run_dir = folder / "run"
+        self._metrics = Lines(self.run_dir / "metrics.jsonl")
+        self._reconfigurations = Lines(self.run_dir / "reconfigurations.jsonl")
         self._log = folder / "run.out"
         paths = (ROOT, ROOT / "supervisor", os.environ.get("PYTHONPATH", ""))
         self._env = {**os.environ, "PYTHONPATH": ":".join(filter(None, map(str, paths)))}
         given = (
             *(f"model_path={model}", f"tokenizer_path={tokenizer}", f"train_data={data}"),
-            *("train_gpus=1", "rollout_gpus=2", "total_steps=100000", "save_interval=0"),
-            "heterogeneous_rollout.instances=[{tp: 1, count: 2}]",
+            *("train_gpus=1", f"rollout_gpus={num_servers}"),
+            *("total_steps=100000", "save_interval=0", f"batch_size={BATCH_SIZE}"),
+            f"heterogeneous_rollout.instances=[{{tp: 1, count: {num_servers}}}]",
+            *(ahead(lead_batches) if lead_batches else ()),
             f"{PLANNER}.runtime_dynamic_reconfiguration_enabled=true",
             f"{PLANNER}.runtime_reconfigure_training=true",
             f"{PLANNER}.runtime_cluster_swap_enabled=true",
@@ -57,13 +86,14 @@ class Job:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(argv, env=self._env, stdout=log, stderr=log)
 
-    def measure(self, names: Iterable[str], *, num_turns: int) -> dict[str, list[dict[str, Any]]]:
-        """What each of these orders took, by its name, in every turn."""
-        orders = [(name, TURN[name]) for name in names]
+    def measure(self, *, num_turns: int) -> dict[str, list[dict[str, Any]]]:
+        """What each order took, by its name, in every turn."""
         self._until(lambda: self._steps()[SETTLED_STEPS - 1 :])
         found: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for turn in range(num_turns):
-            for name, order in orders:
+            for name, order in self.turn.items():
+                if self._lead_batches and name == LENT:
+                    self._until_ahead()
                 sys.stderr.write(f"turn {turn + 1}: {name}\n")
                 found[name].append(self._change(order))
         return dict(found)
@@ -78,6 +108,20 @@ class Job:
         except subprocess.TimeoutExpired:
             self._process.terminate()
             self._process.wait(120)
+
+    def _until_ahead(self) -> None:
+        wanted = self._lead_batches * BATCH_SIZE
+
+        def ahead() -> list[dict[str, Any]]:
+            status = self._status()
+            return [status] if status.get("num_buffered", 0) >= wanted else []
+
+        self._until(ahead)
+
+    def _status(self) -> dict[str, Any]:
+        argv = self._verb("status", "--json", "--run-dir", str(self.run_dir))
+        done = subprocess.run(argv, env=self._env, capture_output=True, text=True, check=False)
+        return json.loads(done.stdout) if done.returncode == 0 else {}
 
     def _change(self, order: tuple[str, ...]) -> dict[str, Any]:
         before, num_changes = self._steps(), len(self._changes())
@@ -96,11 +140,10 @@ class Job:
         return [sys.executable, "-m", "libra_supervisor.cli", *arguments]
 
     def _steps(self) -> list[dict[str, Any]]:
-        return lines(self.run_dir / "metrics.jsonl")
+        return self._metrics.all()
 
     def _changes(self) -> list[dict[str, Any]]:
-        found = lines(self.run_dir / "reconfigurations.jsonl")
-        return [it for it in found if it["kind"] == "reconfiguration"]
+        return [it for it in self._reconfigurations.all() if it["kind"] == "reconfiguration"]
 
     def _until(self, found: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
         deadline = time.monotonic() + WITHIN_S
@@ -119,6 +162,7 @@ def summary(
 ) -> dict[str, Any]:
     """One change beside the steps that it fell into, and what a step took before it.
 
+    `stalled_step_s`: the trainer was held, or waited for rollouts longer than usually.
     `beyond_usual_s`: what lies between the end of the last step before the change and that of the
     first after it, less what so many steps take usually. The time that the trainer is held in is no
     step's.
@@ -131,17 +175,51 @@ def summary(
     step_s = statistics.median(it["step_s"] for it in usual)
     wait_s = statistics.median(it["rollout_wait_s"] for it in usual)
     beyond_s = (after[0] - before[-1]) / 1e9 - len(inside) * step_s
+    waited_s = sum(it["rollout_wait_s"] - wait_s for it in inside)
     return {
         "switch_s": change["total_s"],
         "phases_s": change["phases"],
         "stages_s": by_kind(change["stages"]),
+        "stalled_step_s": change["stalled_s"] + max(0.0, waited_s),
         "trainer_held_s": change["stalled_s"],
         "num_steps_inside": len(inside),
         "usual_step_s": step_s,
         "beyond_usual_s": beyond_s,
-        "waited_for_rollouts_s": sum(it["rollout_wait_s"] - wait_s for it in inside),
+        "waited_for_rollouts_s": waited_s,
+        "waited_for_rollouts_in_s": waited_in(change["phases"], inside, begun_at=begun_at),
         "steps_lost": max(0.0, beyond_s) / step_s,
     }
+
+
+def ahead(lead_batches: int) -> tuple[str, ...]:
+    """Options with which rollouts may be so far ahead, and the last server may be lent then."""
+    # What is in flight or being trained counts too, and is not ready.
+    most = lead_batches + _NOT_READY
+    return (
+        f"max_head_offpolicyness={most}",
+        f"max_concurrent_rollouts={most * BATCH_SIZE}",
+        # Steps that the lead outlasts a replica's start with, also of a small model.
+        *(f"micro_batch_size={_MICRO_BATCH}", f"recompute_micro_batch_size={_MICRO_BATCH}"),
+        f"{PLANNER}.elastic_hybrid_min_rollout_gpus=0",
+    )
+
+
+def waited_in(
+    phases: Mapping[str, float], steps: Iterable[Mapping[str, Any]], *, begun_at: int
+) -> dict[str, float]:
+    """How long the trainer waited for rollouts, by the phase of the change that this was in.
+
+    Phases follow one after the other, which they do where each comes once; `after` is after all.
+    """
+    found = dict.fromkeys((*phases, "after"), 0.0)
+    for step in steps:
+        since_s = (began_at(step) - begun_at) / 1e9
+        until_s, start_s = since_s + step["rollout_wait_s"], 0.0
+        for phase, spent_s in (*phases.items(), ("after", float("inf"))):
+            end_s = start_s + spent_s
+            found[phase] += max(0.0, min(until_s, end_s) - max(since_s, start_s))
+            start_s = end_s
+    return found
 
 
 def by_kind(stages: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -173,7 +251,20 @@ def began_at(step: Mapping[str, Any]) -> int:
     return int(step["wall_time_ns"] - step["step_s"] * 1e9)
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+class Lines:
+    """A file of JSON lines that grows; each line is read once, however often it is looked at."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read_bytes = path, 0
+        self._found: list[dict[str, Any]] = []
+
+    def all(self) -> list[dict[str, Any]]:
+        """A copy of what is there, without a line that is being written."""
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._read_bytes)
+                whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                self._read_bytes += len(whole) + 1
+                self._found += map(json.loads, whole.splitlines())
+        return list(self._found)

@@ -207,6 +207,20 @@ def test_in_mode_none_servers_that_answered_before_the_trainer_are_routed_to():
     assert not world.published
 
 
+def test_a_replica_that_left_while_the_lanes_were_opened_is_not_told_to_join():
+    world = HybridWorld()
+    desk = world.hybrids
+    desk.on_core_begins(1)
+    name = world.attach()
+    desk.on_core_ready()
+    desk.on_replica_ready(name, now=0.0)
+    desk.on_boundary(0, is_saving=False)
+    desk.on_snapshot_saved(0)
+    assert commands.StopReplica(name) in desk.detach(name)
+    told = [desk.on_lane_opened(LaneOpened(k, k, LaneAddress(), None)).commands for k in (0, 1)]
+    assert told == [(), ()]
+
+
 def test_a_replica_that_waited_for_the_lanes_of_a_lost_core_is_not_sent_to_the_next():
     world = HybridWorld()
     desk = world.hybrids

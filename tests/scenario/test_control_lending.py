@@ -2,6 +2,7 @@
 
 from random import Random
 
+import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from libra_supervisor import events
 from libra_supervisor.app.operator import waiting_for
 from libra_supervisor.loop.cycle import Phase
 from libra_supervisor.loop.server_need import lead_steps
+from metrics_source import trained_collector
 
 
 def want(world, plan: Plan, decision_id=1):
@@ -119,6 +121,24 @@ def test_nothing_is_asked_for_while_nothing_serves_and_status_says_what_is_left(
     ends_well(world, rng)
 
 
+def test_the_metrics_page_shows_no_slot_of_rollout_and_nothing_can_be_reloaded():
+    world, rng = lending(), Random(3)
+    borrowed(world, rng)
+
+    async def collect():
+        return list(trained_collector(world).collect())
+
+    values = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in anyio.run(collect)
+        for sample in family.samples
+    }
+    assert values["libra_plan_slots", "rollout"] == 0
+    publication, cycle = world.control.publication, world.control.cycle
+    until(world, rng, lambda: publication.is_idle and not publication.is_being_checked)
+    assert publication.why_not_refresh(cycle.held_version) == "nothing serves"
+
+
 def test_a_server_that_leaves_nothing_to_train_on_is_kept_once_it_is_drained():
     world, rng = lending(), Random(3)
     until(world, rng, lambda: bool(world.trained))
@@ -127,6 +147,9 @@ def test_a_server_that_leaves_nothing_to_train_on_is_kept_once_it_is_drained():
     # Nobody is asked but for what is in flight, which is not even a batch.
     for group_id in list(world.open_groups):
         world._drop_samples({group_id})
+    world.post(events.Ticked())
+    assert num_batches(world) == 0
+    assert "drain vllm-0" in waiting_for(world.control), "what is in flight was not waited for"
     record = changed(world, rng, 1)
     assert record.outcome == "rolled_back"
     assert "stop vllm-0" not in record.transitions
@@ -219,6 +242,17 @@ def test_without_leave_the_last_server_is_not_lent(plan, planner, least):
     assert records(world)[0].reason == f"rollout would have 0 GPUs, and has to keep {least}"
 
 
+def test_a_publication_that_was_to_be_tried_again_is_not_waited_for_once_nobody_is_left():
+    world, rng = lending(), Random(3)
+    until_ahead(world, rng, 8)
+    world.loads_to_fail = [SERVER]
+    until(world, rng, lambda: any(it.event == "reload_failed" for it in world.said))
+    want(world, lent())
+    assert changed(world, rng, 1).outcome == "done"
+    assert world.control.publication.is_idle
+    ends_well(world, rng)
+
+
 def test_a_supervisor_that_comes_after_begins_with_the_server():
     world, rng = lending(), Random(3)
     borrowed(world, rng)
@@ -242,6 +276,24 @@ def test_one_that_is_killed_on_the_way_back_begins_with_the_server_too():
     second = lending(memory=memory, total_steps=5)
     assert [it.instance_id for it in second.control.plans.plan.instances] == ["vllm-2"]
     ends_well(second, rng, total_steps=5)
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_a_server_that_is_late_on_the_way_back_stays_in_the_plan(is_ordered):
+    world, rng = lending(), Random(3)
+    borrowed(world, rng)
+    world.is_held = lambda event: isinstance(event, events.ChildReady)
+    if is_ordered:
+        want(world, ALONE, 2)
+    late = changed(world, rng, 2)
+    assert (late.outcome, late.reason) == (
+        "failed",
+        "wait until vllm-2 serves: not over within 50 s",
+    )
+    assert [it.instance_id for it in late.plan.instances] == ["vllm-2"]
+    del world.is_held
+    ends_well(world, rng)
+    assert len(world.reconfigurations) == 2
 
 
 def test_a_replica_that_does_not_leave_in_time_keeps_its_slot_until_it_has():
@@ -276,7 +328,7 @@ FAULTS = ["kill", "gang", "hang", "wait", "replica", "lend", "return", "drain", 
     doings=st.lists(st.tuples(st.integers(1, 120), st.sampled_from(FAULTS)), max_size=8),
     batches=st.integers(0, 9),
     method=st.sampled_from(["inplace", "restart"]),
-    strategy=st.sampled_from(["diff", "restart_all"]),
+    strategy=st.sampled_from(["diff", "restart_all", "blue_green"]),
     eval_rows=st.sampled_from([0, 2]),
 )
 @settings(max_examples=150, deadline=None)

@@ -36,10 +36,9 @@ def head(*, key=KEY, host="", count=COUNT, frame_timeout_s=LONG_S, max_kept=32):
             _LANES.pop().close()
 
 
-def hello(*, replica_id=HYBRID, step=1, digest=DIGEST, lane=0, layout_hash=LAYOUT):
-    return LaneHello(
-        replica_id=replica_id, lane=lane, layout_hash=layout_hash, step=step, digest=digest
-    )
+def hello(**says):
+    usual = {"replica_id": HYBRID, "lane": 0, "layout_hash": LAYOUT, "step": 1, "digest": DIGEST}
+    return LaneHello(**{**usual, **says})
 
 
 def member(address, *, key=KEY, count=COUNT, run=RUN, **says):

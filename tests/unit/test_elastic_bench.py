@@ -67,13 +67,43 @@ def test_medians_are_taken_of_every_number_and_of_what_is_missing_as_nothing(ben
     assert found == {"switch_s": 2.0, "stages_s": {"start": 2.0, "load": 0.0}}
 
 
+def test_what_the_trainer_waited_is_said_by_the_phase_that_it_was_in(bench):
+    # The change goes from 4.5 to 9.5 s: 1 s of drain, then 3 s, then 1 s.
+    phases = {"drain": 1.0, "join": 3.0, "start": 1.0}
+    change = {**CHANGE, "stalled_s": 0.5, "phases": phases}
+    later = [step(6.5, 1.5, wait_s=1.0), step(11.0, 2.0, wait_s=1.5), step(12.0, 1.0)]
+    found = bench.summary(change, [*STEPS, *later], usual=STEPS)
+    assert found["waited_for_rollouts_in_s"] == pytest.approx(
+        # From 5 to 6 s, and from 9 to 10.5 s.
+        {"drain": 0.5, "join": 0.5, "start": 0.5, "after": 1.0}
+    )
+    assert found["stalled_step_s"] == pytest.approx(0.5 + 2.5)
+
+
+def test_lines_are_read_once_and_whole(bench, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = bench.Lines(path)
+    assert lines.all() == []
+    path.write_text('{"step": 1}\n{"ste')
+    assert lines.all() == [{"step": 1}]
+    with path.open("a") as file:
+        file.write('p": 2}\n')
+    assert lines.all() == lines.all() == [{"step": 1}, {"step": 2}]
+
+
+def test_rollouts_may_be_further_ahead_than_the_last_server_is_lent_at(bench):
+    given = dict(option.split("=") for option in bench.ahead(48))
+    assert float(given["max_head_offpolicyness"]) > 48
+    assert int(given["max_concurrent_rollouts"]) > 48 * bench.BATCH_SIZE
+
+
 def test_every_order_of_a_turn_is_a_plan_that_the_command_line_takes(bench):
-    for order in bench.TURN.values():
+    for order in (*bench.TURN.values(), *bench.TURN_OF_LAST_SERVER.values()):
         assert _order_in(parser().parse_args(["replan", *order])) is not None
 
 
 def test_the_orders_that_lend_a_slot_lead_back_to_where_they_begin(bench):
-    assert [bench.TURN[name] for name in bench.LENDING] == [
+    assert list(bench.TURN_OF_A_SLOT.values()) == [
         ("--instances", "1x1", "--hybrids", "1"),
         ("--instances", "2x1", "--hybrids", "0"),
     ]

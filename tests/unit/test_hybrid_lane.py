@@ -220,7 +220,7 @@ def test_damaged_gradients_do_not_count():
             count=COUNT,
             checksum=123,
         )
-        lane._channel.send(encode_header(header), deadline=clock.monotonic() + LONG_S)
+        lane._channels[0].send(encode_header(header), deadline=clock.monotonic() + LONG_S)
         assert collect(one).ballot.fault is Fault.CHECKSUM
 
 
@@ -242,11 +242,11 @@ def test_the_next_gradient_waits_until_the_one_before_is_added(kind):
         if kind == "unix":
             lane.send_gradient(fence(2), (), sends(second))
         else:
-            lane._channel.send(gradient_header(fence(2)), deadline=clock.monotonic() + LONG_S)
+            lane._channels[0].send(gradient_header(fence(2)), deadline=clock.monotonic() + LONG_S)
         guest = one._guests[HYBRID]
-        arrived = guest._arrived
+        arrived = guest._arrived[0]
         with one._changed:
-            assert not one._changed.wait_for(lambda: guest._arrived is not arrived, 0.5)
+            assert not one._changed.wait_for(lambda: guest._arrived.get(0) is not arrived, 0.5)
         assert np.array_equal(found.values, first)
         assert np.array_equal(collect(one).values, first)
         one.release(HYBRID)
@@ -277,7 +277,9 @@ def test_a_silent_member_is_late_and_nobody_waits_longer(kind):
 def test_a_member_that_stops_within_a_frame_is_late_and_then_gone():
     with head(host="127.0.0.1", frame_timeout_s=0.5) as one:
         lane = joined(one, "tcp")
-        lane._channel.send(gradient_header(fence()) + b"\1", deadline=clock.monotonic() + LONG_S)
+        lane._channels[0].send(
+            gradient_header(fence()) + b"\1", deadline=clock.monotonic() + LONG_S
+        )
         assert collect(one, within_s=0.05).ballot.fault is Fault.LATE
         assert collect(one).ballot.fault is Fault.GONE
         assert "takes too long" in one.reason_of(HYBRID)
@@ -306,7 +308,7 @@ def test_a_member_that_stops_within_a_frame_is_late_and_then_gone():
 def test_a_member_that_sends_garbage_is_gone(kind, garbage):
     with head(host="127.0.0.1") as one:
         lane = joined(one, kind)
-        lane._channel.send(garbage, deadline=clock.monotonic() + LONG_S)
+        lane._channels[0].send(garbage, deadline=clock.monotonic() + LONG_S)
         if not garbage:
             lane.close()
         assert collect(one).ballot.fault is Fault.GONE

@@ -2,6 +2,7 @@
 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import anyio
 import numpy as np
@@ -25,6 +26,7 @@ from libra_supervisor.events import ReconfigurationEnded, ReconfigurationWanted
 from libra_supervisor.loop.commands import WriteStep
 from libra_supervisor.loop.plan_desk import PlanDesk
 from libra_supervisor.records.step import StepRecord
+from planner_cases import MEASURED_1_8B, QWEN2_5_7B
 from replan_world import Load, replan_config
 
 READS = Load(mean=400, sigma=0.6, prompt=12000)
@@ -43,6 +45,9 @@ class FakeControl:
     plans: PlanDesk
     pool: RolloutPool
     committed: int | None = 1
+    progress: object = None
+    """Of an evaluation."""
+
     stop_reason: str | None = None
 
     @property
@@ -51,6 +56,10 @@ class FakeControl:
 
     @property
     def cycle(self):
+        return self
+
+    @property
+    def evaluator(self):
         return self
 
 
@@ -99,9 +108,10 @@ async def bench(
     max_run_s=None,
     instances_of_one=False,
     lead_steps=0.0,
+    arch=QWEN2_5_7B,
     **planner,
 ):
-    config = replan_config(**{**ON, **planner})
+    config = replan_config(arch=arch, **{**ON, **planner})
     config = replace(config, control=replace(config.control, total_steps=500, max_run_s=max_run_s))
     lengths = planned_for.lengths(np.random.default_rng(0), 2400, 16384)
     plan = searched(config, demand=observed_demand(config, lengths)).plan
@@ -252,6 +262,34 @@ async def test_after_a_server_came_back_by_itself_the_desk_waits_for_the_cooldow
         made.desk.on_event(ReconfigurationEnded(0, "done", 0.0, {}, "no batch", "starved"))
         await made.end_steps(WRITES, 12)
         assert made.written == []
+
+
+LENDS = {
+    "planned_for": WRITES,
+    "lead_steps": 100.0,
+    "arch": MEASURED_1_8B,
+    "elastic_hybrid_min_rollout_gpus": 0,
+    "runtime_switch_cost_prior_s": 0.001,
+}
+
+
+async def test_the_planner_lends_the_last_server_when_that_pays_most():
+    async with bench(**LENDS) as made:
+        made.control.plans.hybrids = SimpleNamespace(present=())
+        await made.end_steps(READS, 8)
+        await made.desk.ask(is_dry_run=False)
+        wanted = made.posted[-1][0].plan
+        assert wanted.instances == ()
+        assert wanted.num_hybrid_gpus == made.control.plans.plan.num_rollout_gpus
+
+
+async def test_the_last_server_is_no_candidate_while_something_is_evaluated():
+    async with bench(**LENDS) as made:
+        made.control.plans.hybrids = SimpleNamespace(present=())
+        made.control.progress = (1, 4)
+        await made.end_steps(READS, 8)
+        reply = await made.desk.ask(is_dry_run=True)
+        assert "not possible: nothing would serve, and an evaluation is going on" in reply.message
 
 
 async def test_a_look_knows_how_long_training_could_go_on_alone():

@@ -195,7 +195,7 @@ class Operator:
 
     async def _on_engine(self, verb: Verb, target: str) -> VerbReply:
         if target not in self._engine_ids():
-            known = ", ".join(self._engine_ids())
+            known = ", ".join(self._engine_ids()) or "none"
             return VerbReply(ok=False, message=f"no engine {target!r}; there are {known}")
         instance_id = InstanceId(target)
         if self._control.pool[instance_id].state is MemberState.GONE:

@@ -240,6 +240,8 @@ class Publication:
         """Why `refresh` would do nothing now; empty when it would load the committed version."""
         if self._open is not None:
             return "a reload is on its way"
+        if self._pool.is_lent_out:
+            return "nothing serves"
         if self._committed is None or self._exported is None:
             return "no published version is served"
         if self._exported.policy_version != self._committed:

@@ -25,7 +25,7 @@ def send_badly(lane, fence, numbers, fill):
     if how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "garbage":
-        lane._channel.send(os.urandom(4096), deadline=clock.monotonic() + 10)
+        lane._channels[0].send(os.urandom(4096), deadline=clock.monotonic() + 10)
         return
     if how == "checksum":
         member.checksum = lambda values: honest_checksum(values) ^ 1

@@ -65,6 +65,11 @@ def alone(config, directory, num_ranks, *, num_steps=NUM_STEPS, **batch):
         return trained, run.weights(None, num_steps, "weights")
 
 
+MANY_STREAMS = Program(
+    arguments=(str(Path(__file__).parent / "many_streams.py"),), has_torchrun=False
+)
+
+
 class Case(NamedTuple):
     """A layout of the core, and who joins it."""
 
@@ -74,6 +79,7 @@ class Case(NamedTuple):
     kind: str = "qwen2"
     num_mini_batches: int = 1
     over_tcp: bool = False
+    program: Program = Program()
     options: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -96,6 +102,7 @@ def long(name, case):
             ),
         ),
         long("dp 2, tcp", Case(2, over_tcp=True)),
+        long("tcp, four streams", Case(over_tcp=True, program=MANY_STREAMS)),
         long("bfloat16", Case(options={"train_dtype": "bfloat16"})),
         long(
             "pp 2, tied embeddings, distributed optimizer",
@@ -132,7 +139,7 @@ def test_a_core_with_hybrids_learns_what_it_learns_alone(models, tmp_path, case)
 
     run = HybridRun(config, tmp_path / "with", case.core_size, replica_size=case.replica_size)
     with run:
-        names = [run.start(f"hybrid-{index}") for index in range(case.num_replicas)]
+        names = [run.start(f"hybrid-{index}", case.program) for index in range(case.num_replicas)]
         run.until_ready()
         run.open_lanes()
         trained = [run.train(1, batch(1))]
