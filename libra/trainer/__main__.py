@@ -63,6 +63,7 @@ def _run(
         attempt=int(environment["LIBRA_ATTEMPT"]),
         sizes=sizes,
         at=at,
+        gang=environment["LIBRA_GANG"],
         host=environment.get("LIBRA_RANK_0_HOST", LOOPBACK),
     )
     link.send_output(hello(identity, world_size=world_size))

@@ -239,7 +239,7 @@ def _obey_as_replica(
 
     rank, learner = trainer.world.at.rank, trainer.learner
     if not isinstance(learner, MemberLearner):
-        raise InvariantError(f"the core was told what only a replica is: {command}")
+        raise InvariantError(f"the core was told what only a replica is: {type(command).__name__}")
     if isinstance(command, FollowStep):
         with spans.span(Phase.GRPO_UPDATE, step=command.step, follows=True):
             learner.follow(command)

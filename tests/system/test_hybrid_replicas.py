@@ -142,7 +142,7 @@ def test_a_slot_trains_by_order_and_serves_again_and_the_weights_are_those_of_a_
     assert not run.said("hybrid_lost")
     assert run.pids(replica_id) == {}
     # Snapshots and sockets are gone with the last replica that could use them.
-    assert [path.name for path in (run.run_dir / "hybrid").iterdir()] == ["lanes.key"]
+    assert not list((run.run_dir / "hybrid").iterdir())
     assert run.call("stop").returncode == 0
     assert run.wait() == 0
     weights_are_those_of_a_core_alone(run, tmp_path)

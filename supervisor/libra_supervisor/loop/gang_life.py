@@ -85,7 +85,8 @@ def _on_gang_lost(state: RunState, event: events.GangLost, at: Moment) -> tuple[
     cancelled = commands.CancelAllGroups(event.reason)
     begun_anew = state.follow(state.cycle.on_gang_lost(), at)
     changed = plan_life.on_training_failed(state, event.reason, at)
-    return (said, cancelled, *unrouted, *cancelled_batch, *begun_anew, *changed)
+    replicas_end = hybrid_life.on_core_lost(state, at)
+    return (said, cancelled, *unrouted, *cancelled_batch, *begun_anew, *changed, *replicas_end)
 
 
 def _on_probe_judged(state: RunState, event: events.ProbeJudged) -> tuple[Command, ...]:
