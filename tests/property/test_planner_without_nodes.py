@@ -141,6 +141,31 @@ def test_a_group_lies_on_several_nodes_where_that_is_allowed():
     assert (found.train.nodes, found.train.slots) == ((1, 2), (1, 1))
 
 
+def test_why_nothing_fits_is_said_of_the_try_that_leaves_every_server():
+    home = home_of(tp=2, dp=2, instances=(1, 1, 1, 1), per_node=2)
+    assert home.train.nodes == (2, 2, 3, 3)
+    gone = Gone(
+        nodes=frozenset({NodeRank(3)}), slots=frozenset({(NodeRank(n), SlotId(0)) for n in (1, 2)})
+    )
+    found = plan_without(home, gone, terms_of(home))
+    assert found == Lack("no layout of the trainer fits on 1 GPUs")
+
+
+def test_the_fullest_nodes_are_taken_and_ranks_follow_the_nodes():
+    home = home_of(dp=6, per_node=2)
+    assert home.train.nodes == (1, 1, 2, 2, 3, 3)
+
+    def found(*slots, divides):
+        gone = Gone(slots=frozenset((NodeRank(node), SlotId(slot)) for node, slot in slots))
+        plan = plan_without(home, gone, terms_of(home, divides=divides))
+        assert isinstance(plan, Plan)
+        return [(plan.train.node_of_rank(rank), slot) for rank, slot in enumerate(plan.train.slots)]
+
+    assert found((1, 0), (3, 0), divides=2) == [(2, 0), (2, 1)]
+    assert found((3, 0), divides=2) == [(1, 0), (1, 1)]
+    assert found((1, 0), divides=5) == [(1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
+
+
 def test_what_was_given_up_is_not_started_again():
     home = home_of()
     gone = Gone(instances=frozenset({InstanceId("vllm-0")}))
@@ -171,6 +196,21 @@ def test_the_planner_chooses_where_the_layout_was_its_own(lost):
     assert found.train.micro_batch_size is not None
     small = msgspec.structs.replace(home.train, slots=home.train.slots[:1])
     assert not list(fastest(config, small, book)(1))
+
+
+def test_the_planner_s_layouts_keep_the_experts_and_the_fewest_gpus_of_training():
+    config = grp_config(num_gpus=48, arch=QWEN3_14B, hardware=A100_80G)
+    train, book = searched(config).plan.train, book_of(A100_80G, QWEN3_14B)
+    found = {it.num_gpus for it in fastest(config, train, book)(24)}
+    assert min(found) < 16 <= max(found) <= 24
+    planner = msgspec.structs.replace(config.global_resource_planner, min_train_gpus=16)
+    least = msgspec.structs.replace(config, global_resource_planner=planner)
+    assert {it.num_gpus for it in fastest(least, train, book)(24)} == {
+        it for it in found if it >= 16
+    }
+    assert not list(fastest(least, train, book)(15))
+    # No layout of a model without experts spreads them over two ranks.
+    assert not list(fastest(config, msgspec.structs.replace(train, ep=2), book)(24))
 
 
 def test_servers_of_others_stay_whatever_is_lost_and_have_no_slots_to_give():

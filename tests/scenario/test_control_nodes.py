@@ -13,24 +13,18 @@ from libra.pools.member import MemberState
 from libra.wire.rank import RecomputeProbed
 from libra_supervisor import events
 from libra_supervisor.loop.cycle import Phase
-from node_world import FIRST_PATIENCE_S, HOME, PATIENCE_S, RETRY_S, NodeWorld, instance
+from node_world import (
+    FIRST_PATIENCE_S,
+    HOME,
+    PATIENCE_S,
+    RETRY_S,
+    NodeWorld,
+    instance,
+    lost,
+    started,
+)
 
 ONE, TWO = NodeRank(1), NodeRank(2)
-
-
-def started(**options):
-    world, rng = NodeWorld(**options), Random(1)
-    world.boot()
-    world.until(rng, lambda: len(world.trained) > 1)
-    return world, rng
-
-
-def lost(world, rng, node):
-    """The node is lost, and the run has made of it what it does."""
-    num_before = len(world.records)
-    world.lose(node)
-    world.pass_time(PATIENCE_S)
-    world.until(rng, lambda: len(world.records) > num_before)
 
 
 def test_training_goes_on_in_a_smaller_layout_and_grows_back_at_a_step_boundary():

@@ -184,3 +184,18 @@ class NodeWorld(RandomWorld):
     @property
     def servers(self):
         return sorted(it.instance_id for it in self.control.plans.plan.instances)
+
+
+def started(**options):
+    world, rng = NodeWorld(**options), Random(1)
+    world.boot()
+    world.until(rng, lambda: len(world.trained) > 1)
+    return world, rng
+
+
+def lost(world, rng, node):
+    """The node is lost, and the run has made of it what it does."""
+    num_before = len(world.records)
+    world.lose(node)
+    world.pass_time(PATIENCE_S)
+    world.until(rng, lambda: len(world.records) > num_before)
