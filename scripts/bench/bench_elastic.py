@@ -15,7 +15,8 @@ two servers. An operator's orders take it through a turn: a server leaves and jo
 to a hybrid replica and back, the core grows, is cut otherwise and shrinks. Medians over turns of
 the switch, its phases and stages, how long the trainer was held, and what the steps with the change
 in them took beyond those before it. `--lending` leaves all out but the slot that goes to a replica
-and back. `--device cuda` takes two GPUs: the core has the first, both servers share the second.
+and back. `--device cuda` takes two GPUs: the core has the first, both
+servers share the second.
 
 `--last-server`: one core and one server, whose slot goes to a hybrid replica and back, and nothing
 else. Before it is lent rollouts run ahead by `--lead` batches, on which the core and the replica
@@ -23,8 +24,8 @@ train while nothing serves. `stalled_step_s` is what the trainer stood still for
 held, or waiting for rollouts longer than usually; `waited_for_rollouts_in_s` says in which phase.
 With `--device cuda` the core has the first GPU and the server the second.
 
-`-o` of `global_resource_planner`: `runtime_lent_servers=sleep` has the server of a lent slot sleep,
-`runtime_rollout_reconfigure_strategy=prewarm` has the replica come up first.
+`-o` of `global_resource_planner`: `runtime_lent_servers=sleep` has the server of the lent slot
+sleep, `runtime_rollout_reconfigure_strategy=prewarm` has the replica come up first.
 """
 
 import argparse
@@ -41,7 +42,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/gpu")]
 
-from elastic_job import Job, medians  # noqa: E402 - after the path is set
+from elastic_job import (  # noqa: E402 - after the path is set
+    LENDING,
+    LENDING_OF_LAST_SERVER,
+    TURN,
+    Job,
+    medians,
+)
 from main_job import make_model  # noqa: E402
 
 from libra.config.load import load_config  # noqa: E402
@@ -74,9 +81,9 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shape", choices=("tiny", "0.5b", "1.8b"), default="tiny")
     parser.add_argument("--turns", type=int, default=3)
-    part = parser.add_mutually_exclusive_group()
-    part.add_argument("--lending", action="store_true")
-    part.add_argument("--last-server", action="store_true")
+    turns = parser.add_mutually_exclusive_group()
+    turns.add_argument("--lending", action="store_true")
+    turns.add_argument("--last-server", action="store_true")
     parser.add_argument(
         "--lead", type=int, default=48, help="batches that rollouts are ahead of a last server lent"
     )
@@ -109,7 +116,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         servers = [second] if options.last_server else [second, second]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join((*servers, first))
         share = "0.5" if options.last_server else "0.25"
-        # A cache of a given size: a server that measures what is left takes what its neighbour
+        # A size that is given, since a server that measures its own takes what its neighbour
         # allocates meanwhile for its own.
         memory = (f"gpu_memory_utilization={share}", f"rollout_kv_cache_bytes={KV_CACHE_BYTES}")
         given = ["train_dtype=bfloat16", *memory, *given]
@@ -120,10 +127,9 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         data=quickstart / "train.jsonl",
         options=[f"device={options.device}", *given],
         lead_batches=options.lead if options.last_server else 0,
-        only_lends=options.lending,
     )
     try:
-        turns = job.measure(num_turns=options.turns)
+        turns = job.measure(orders_of(options), num_turns=options.turns)
     finally:
         job.end()
     return {
@@ -137,6 +143,13 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             name: [round(it["switch_s"], 2) for it in found] for name, found in turns.items()
         },
     }
+
+
+def orders_of(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """One turn."""
+    if options.last_server:
+        return LENDING_OF_LAST_SERVER
+    return LENDING if options.lending else TURN
 
 
 def scenario(

@@ -32,18 +32,20 @@ TURN = {
 }
 """Orders of one turn; each begins where the one before has led."""
 
-LENT, BACK = "rollout to training", "training to rollout"
-TURN_OF_A_SLOT = {name: TURN[name] for name in (LENT, BACK)}
-TURN_OF_LAST_SERVER = {
+LENT = "rollout to training"
+LENDING = {name: TURN[name] for name in (LENT, "training to rollout")}
+"""Of them those that lend a slot to a replica and give it back."""
+
+LENDING_OF_LAST_SERVER = {
     LENT: ("--instances", "0", "--hybrids", "1"),
-    BACK: ("--instances", "1x1", "--hybrids", "0"),
+    "training to rollout": ("--instances", "1x1", "--hybrids", "0"),
 }
 
 
 class Job:
     """A core on one slot beside two servers, or beside one, whose slot is lent all the same."""
 
-    def __init__(  # noqa: PLR0913 - a job, and what is to be measured of it
+    def __init__(
         self,
         folder: Path,
         *,
@@ -52,16 +54,9 @@ class Job:
         data: Path,
         options: Iterable[str],
         lead_batches: int = 0,
-        only_lends: bool = False,
     ) -> None:
-        """`lead_batches`: there is one server, lent when so many batches are ready; 0: two.
-
-        `only_lends`: a turn is a slot's way to a replica and back, and nothing else.
-        """
+        """`lead_batches`: there is one server, lent when so many batches are ready; 0: two."""
         self._lead_batches = lead_batches
-        self.turn = TURN_OF_A_SLOT if only_lends else TURN
-        if lead_batches:
-            self.turn = TURN_OF_LAST_SERVER
         num_servers = 1 if lead_batches else 2
         self.run_dir = folder / "run"
         self._metrics = Lines(self.run_dir / "metrics.jsonl")
@@ -86,12 +81,14 @@ class Job:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(argv, env=self._env, stdout=log, stderr=log)
 
-    def measure(self, *, num_turns: int) -> dict[str, list[dict[str, Any]]]:
-        """What each order took, by its name, in every turn."""
+    def measure(
+        self, orders: Mapping[str, tuple[str, ...]], *, num_turns: int
+    ) -> dict[str, list[dict[str, Any]]]:
+        """What each of these orders took, by its name, in every turn."""
         self._until(lambda: self._steps()[SETTLED_STEPS - 1 :])
         found: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for turn in range(num_turns):
-            for name, order in self.turn.items():
+            for name, order in orders.items():
                 if self._lead_batches and name == LENT:
                     self._until_ahead()
                 sys.stderr.write(f"turn {turn + 1}: {name}\n")

@@ -19,7 +19,8 @@ from libra.errors import LibraError, PeerError
 from libra.wire.node import PROTOCOL, Hello, Refused, Welcome
 from libra_supervisor.nodes.allegiance import Allegiance, Opened, SessionOver
 from libra_supervisor.nodes.lease import LeaseTerms, Standing
-from libra_supervisor.nodes.members import Admitted, Charter, Members, NodeJoined, NodeState
+from libra_supervisor.nodes.member_record import NodeState
+from libra_supervisor.nodes.members import Admitted, Charter, Members, NodeJoined
 from libra_supervisor.nodes.session import KeepLimits
 
 LEASE_S, GRACE_S = 10.0, 30.0

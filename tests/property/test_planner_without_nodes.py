@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.ids import InstanceId, NodeRank, SlotId
+from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
 from libra.planner.calibration import book_of
 from libra.planner.matching import slots_of
-from libra.planner.placement import place
-from libra.planner.plan import Plan
+from libra.planner.placement import place, spread_over_nodes
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, TrainPlacement
 from libra.planner.search import plan as searched
 from libra.planner.train_layout import TrainLayout
 from libra.planner.without_nodes import (
@@ -39,7 +39,7 @@ def terms_of(home, *, min_rollout_gpus=1, divides=8) -> Terms:
 
     return Terms(
         min_rollout_gpus=min_rollout_gpus,
-        layouts=smaller_dp(home.train, micro_batch_size=1),
+        layouts=lambda train: smaller_dp(train, micro_batch_size=1),
         why_not=why_not,
     )
 
@@ -141,6 +141,31 @@ def test_a_group_lies_on_several_nodes_where_that_is_allowed():
     assert (found.train.nodes, found.train.slots) == ((1, 2), (1, 1))
 
 
+def test_why_nothing_fits_is_said_of_the_try_that_leaves_every_server():
+    home = home_of(tp=2, dp=2, instances=(1, 1, 1, 1), per_node=2)
+    assert home.train.nodes == (2, 2, 3, 3)
+    gone = Gone(
+        nodes=frozenset({NodeRank(3)}), slots=frozenset({(NodeRank(n), SlotId(0)) for n in (1, 2)})
+    )
+    found = plan_without(home, gone, terms_of(home))
+    assert found == Lack("no layout of the trainer fits on 1 GPUs")
+
+
+def test_the_fullest_nodes_are_taken_and_ranks_follow_the_nodes():
+    home = home_of(dp=6, per_node=2)
+    assert home.train.nodes == (1, 1, 2, 2, 3, 3)
+
+    def found(*slots, divides):
+        gone = Gone(slots=frozenset((NodeRank(node), SlotId(slot)) for node, slot in slots))
+        plan = plan_without(home, gone, terms_of(home, divides=divides))
+        assert isinstance(plan, Plan)
+        return [(plan.train.node_of_rank(rank), slot) for rank, slot in enumerate(plan.train.slots)]
+
+    assert found((1, 0), (3, 0), divides=2) == [(2, 0), (2, 1)]
+    assert found((3, 0), divides=2) == [(1, 0), (1, 1)]
+    assert found((1, 0), divides=5) == [(1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
+
+
 def test_what_was_given_up_is_not_started_again():
     home = home_of()
     gone = Gone(instances=frozenset({InstanceId("vllm-0")}))
@@ -156,7 +181,7 @@ def test_the_planner_chooses_where_the_layout_was_its_own(lost):
     book = book_of(A100_80G, QWEN3_14B)
     terms = Terms(
         min_rollout_gpus=1,
-        layouts=fastest(config, home.train, book),
+        layouts=lambda train: fastest(config, train, book),
         why_not=lambda _: "",
     )
     found = plan_without(home, nodes(lost), terms)
@@ -171,3 +196,51 @@ def test_the_planner_chooses_where_the_layout_was_its_own(lost):
     assert found.train.micro_batch_size is not None
     small = msgspec.structs.replace(home.train, slots=home.train.slots[:1])
     assert not list(fastest(config, small, book)(1))
+
+
+def test_the_planner_s_layouts_keep_the_experts_and_the_fewest_gpus_of_training():
+    config = grp_config(num_gpus=48, arch=QWEN3_14B, hardware=A100_80G)
+    train, book = searched(config).plan.train, book_of(A100_80G, QWEN3_14B)
+    found = {it.num_gpus for it in fastest(config, train, book)(24)}
+    assert min(found) < 16 <= max(found) <= 24
+    planner = msgspec.structs.replace(config.global_resource_planner, min_train_gpus=16)
+    least = msgspec.structs.replace(config, global_resource_planner=planner)
+    assert {it.num_gpus for it in fastest(least, train, book)(24)} == {
+        it for it in found if it >= 16
+    }
+    assert not list(fastest(least, train, book)(15))
+    # No layout of a model without experts spreads them over two ranks.
+    assert not list(fastest(config, msgspec.structs.replace(train, ep=2), book)(24))
+
+
+def test_servers_of_others_stay_whatever_is_lost_and_have_no_slots_to_give():
+    theirs = tuple(
+        InstancePlacement(instance_id=InstanceId(f"vllm-{n}"), tp=1, slots=()) for n in range(2)
+    )
+    ranks = TrainPlacement(tp=1, pp=1, cp=1, ep=1, dp=4, slots=tuple(map(SlotId, range(4))))
+    given = Plan(strategy="configured", train=ranks, instances=theirs)
+    home = spread_over_nodes(given, gpus_per_node=2)
+    assert home is not None
+    assert (home.instances, home.train.nodes) == (theirs, (0, 0, 1, 1))
+    found = plan_without(home, nodes(1), terms_of(home))
+    assert isinstance(found, Plan)
+    assert (found.instances, found.train.dp) == (theirs, 2)
+    alone = msgspec.structs.replace(
+        home, train=msgspec.structs.replace(home.train, tp=2, dp=1, slots=(SlotId(0), SlotId(1)),
+                                            node=NodeRank(1), nodes=())
+    )  # fmt: skip
+    assert isinstance(plan_without(alone, nodes(1), terms_of(alone)), Lack)
+
+
+def test_a_core_that_lost_a_node_takes_the_slots_of_its_replicas_before_a_server_s():
+    home = home_of(dp=2, instances=(1,), per_node=2)
+    replica = HybridPlacement(replica_id=ReplicaId("hybrid-1"), slots=(SlotId(1),))
+    moved = TrainPlacement(
+        tp=1, pp=1, cp=1, ep=1, dp=2, slots=tuple(map(SlotId, (0, 1))), node=NodeRank(1)
+    )
+    home = msgspec.structs.replace(home, train=moved, hybrids=(replica,))
+    found = plan_without(home, nodes(1), terms_of(home, min_rollout_gpus=0))
+    assert isinstance(found, Plan)
+    assert (found.train.slots, found.train.node) == ((1,), 0)
+    assert found.instances == home.instances
+    assert found.hybrids == ()

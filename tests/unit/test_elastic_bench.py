@@ -98,12 +98,12 @@ def test_rollouts_may_be_further_ahead_than_the_last_server_is_lent_at(bench):
 
 
 def test_every_order_of_a_turn_is_a_plan_that_the_command_line_takes(bench):
-    for order in (*bench.TURN.values(), *bench.TURN_OF_LAST_SERVER.values()):
+    for order in (*bench.TURN.values(), *bench.LENDING_OF_LAST_SERVER.values()):
         assert _order_in(parser().parse_args(["replan", *order])) is not None
 
 
 def test_the_orders_that_lend_a_slot_lead_back_to_where_they_begin(bench):
-    assert list(bench.TURN_OF_A_SLOT.values()) == [
+    assert list(bench.LENDING.values()) == [
         ("--instances", "1x1", "--hybrids", "1"),
         ("--instances", "2x1", "--hybrids", "0"),
     ]

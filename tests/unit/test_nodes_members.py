@@ -7,7 +7,8 @@ from libra.config.nodes import NodesConfig
 from libra.errors import OverloadedError, PeerError, SiteError
 from libra.wire.node import PROTOCOL, Envelope, Hello, Refused
 from libra_supervisor.nodes.lease import Lease, LeaseTerms, Standing
-from libra_supervisor.nodes.members import Admitted, Charter, Members, NodeState
+from libra_supervisor.nodes.member_record import NodeState
+from libra_supervisor.nodes.members import Admitted, Charter, Members
 from libra_supervisor.nodes.session import KeepLimits, Session
 from libra_supervisor.nodes.term import obey_term, read_term, take_term
 
@@ -166,6 +167,11 @@ def test_a_hello_that_was_overtaken_on_its_way_is_refused():
     assert resumed.replaced == 2
     assert isinstance(said(machine, hello(dial=2, session="s2"), connection=4), Refused)
     assert machine[1].connection == 3
+    # The newest is the one that took the session up, not the one that began it.
+    assert isinstance(said(machine, hello(dial=9, session="s2"), connection=5), Admitted)
+    assert isinstance(said(machine, hello(dial=8, session="s2"), connection=6), Refused)
+    assert isinstance(said(machine, hello(dial=8), connection=7), Refused)
+    assert machine[1].connection == 5
 
 
 def test_messages_of_a_connection_that_was_replaced_count_no_more():
@@ -250,6 +256,37 @@ def test_news_of_a_call_that_raised_come_before_those_of_the_next():
     with pytest.raises(PeerError):
         machine.on_envelope(2, breaks_again, now=2.0)
     assert kinds(machine.on_time(now=2.0 + TERMS.lost_after_s)) == ["NodeSuspected", "NodeLost"]
+
+
+def test_another_machine_is_refused_until_the_first_has_let_go():
+    machine = members()
+    said(machine, hello(), connection=1)
+    other = hello(boot_id="another", host="h2", dial=1)
+    for now in (1.0, 6.0, TERMS.lost_after_s - 0.1):
+        machine.on_time(now=now)
+        answer = said(machine, other, connection=2, now=now)
+        assert answer == Refused(
+            reason="node 1 is h, which may still act; come back later", is_final=False
+        )
+    machine.on_time(now=TERMS.lost_after_s)
+    assert isinstance(said(machine, other, connection=3, now=TERMS.lost_after_s), Admitted)
+
+
+def test_why_a_node_was_suspected_is_forgotten_when_it_speaks_again():
+    machine = members()
+    said(machine, hello(), connection=1)
+    machine.on_time(now=6.0)
+    assert machine[1].why_silent == "it is silent"
+    _, news = machine.on_envelope(1, Envelope(0, 1), now=7.0)
+    assert kinds(news) == ["NodeRecovered"]
+    assert (machine[1].why_silent, machine.state_of(1)) == ("", NodeState.MEMBER)
+    machine.expel(1, "it does not end a process", now=8.0)
+    (lost,) = machine.on_time(now=99.0)
+    assert lost.reason == "it does not end a process"
+    with pytest.raises(PeerError, match="node 1 is lost: it does not end a process"):
+        machine.put(1, b"x", now=99.0)
+    said(machine, hello(dial=2), connection=2, now=100.0)
+    assert machine[1].why_silent == ""
 
 
 def test_a_later_leader_waits_for_the_leases_of_the_one_before():

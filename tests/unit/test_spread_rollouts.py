@@ -75,6 +75,22 @@ def test_a_node_that_cannot_be_told_gets_nothing_more_and_what_it_had_is_made_he
     assert leader.own.started[THERE.group_id] == (0, 1)
 
 
+def test_a_node_that_was_silent_and_takes_part_again_gets_its_share():
+    leader = Leader()
+    leader.able(1)
+    leader.rollouts.on_suspected(1)
+    leader.rollouts.start(HERE)
+    leader.rollouts.start(THERE)
+    assert set(leader.own.started) == {HERE.group_id, THERE.group_id}
+    leader.rollouts.on_lost(1)
+    leader.rollouts.on_joined(1)
+    leader.rollouts.start(admitted(2))
+    assert leader.rollouts.node_of(admitted(2).group_id) == 0, "it is not ready yet"
+    leader.able(1)
+    leader.rollouts.start(admitted(3))
+    assert leader.rollouts.node_of(admitted(3).group_id) == 1
+
+
 def test_jobs_of_one_term_are_told_from_those_of_every_other():
     leader = Leader()
     leader.able(1)

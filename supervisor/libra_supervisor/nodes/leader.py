@@ -20,7 +20,8 @@ from libra.tracing.log import get_log
 from libra.wire.decoding import decoded
 from libra.wire.node import NodeCommand, NodeEvent, Refused
 from libra_supervisor.nodes.connection import Connection, received_envelope, received_hello
-from libra_supervisor.nodes.members import Charter, MemberRecord, Members, NodeNews
+from libra_supervisor.nodes.member_record import MemberRecord
+from libra_supervisor.nodes.members import Charter, Members, NodeNews
 from libra_supervisor.nodes.outgoing import Outgoing
 from libra_supervisor.nodes.postbox import Postbox
 
@@ -85,6 +86,10 @@ class LeaderEnd:
         """When servers of a leader before this one have ended for certain, whoever had them."""
         lease = self._charter.lease
         return lease.lost_after_s + lease.orphan_grace_s
+
+    def why_untold(self, node: NodeRank) -> str | None:
+        """Why the node can be told nothing now; None when it can."""
+        return self._members[node].why_untold
 
     def has_let_go(self, node: NodeRank) -> bool:
         return self._members.has_let_go(node, now=clock.now())

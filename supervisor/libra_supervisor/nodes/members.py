@@ -5,8 +5,7 @@ certain, by the leader's own clock; until then nothing that it holds is given to
 session that is over is never taken up again: its follower comes back with a new one.
 """
 
-from enum import Enum
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -14,24 +13,8 @@ from libra.errors import InvariantError, OverloadedError, PeerError
 from libra.ids import NodeRank, RunId
 from libra.wire.node import PROTOCOL, Envelope, Hello, Refused, Welcome
 from libra_supervisor.nodes.lease import LeaseTerms
+from libra_supervisor.nodes.member_record import NOBODY, MemberRecord, NodeState
 from libra_supervisor.nodes.session import KeepLimits, Session
-
-_NOBODY: Final = 0
-
-
-class NodeState(Enum):
-    JOINING = "joining"
-    """Not heard of yet."""
-
-    MEMBER = "member"
-    SUSPECTED = "suspected"
-    """Silent for half a lease, or its session is over; it may still act on what it holds."""
-
-    LOST = "lost"
-    """It has let go of everything."""
-
-
-_GONE: Final = (NodeState.JOINING, NodeState.LOST)
 
 
 class NodeJoined(msgspec.Struct, frozen=True):
@@ -85,32 +68,6 @@ class Charter(msgspec.Struct, frozen=True, kw_only=True):
     keep: KeepLimits = msgspec.field(default_factory=KeepLimits)
 
 
-class MemberRecord(msgspec.Struct, kw_only=True):
-    """One follower as the leader knows it; changed by `Members` alone."""
-
-    node: NodeRank
-    state: NodeState = NodeState.JOINING
-    since: float
-    """Of the state."""
-
-    hello: Hello | None = None
-    """Of the newest session."""
-
-    session_id: str = ""
-    """Empty: none that could be taken up again."""
-
-    session: Session
-    connection: int = _NOBODY
-    heard: int = 0
-    """The newest sign of life of the session."""
-
-    heard_at: float
-    """A lease that the follower holds began no later than this."""
-
-    why_silent: str = ""
-    num_sessions: int = 0
-
-
 class Members:
     """All followers of one leader; node 0 is the leader itself and has no record.
 
@@ -141,7 +98,7 @@ class Members:
 
     def has_let_go(self, node: NodeRank, *, now: float) -> bool:
         """Whether nothing that the node was given, by us or by a leader before, can still act."""
-        return self.reigns(now=now) and self._records[node].state in _GONE
+        return self.reigns(now=now) and not self._records[node].may_act
 
     def reigns(self, *, now: float) -> bool:
         """Whether every lease that a leader before us may have given has ended.
@@ -165,7 +122,7 @@ class Members:
             return Refused(reason="a later Hello has come in already", is_final=False)
         if hello.session:
             return self._resume(record, hello, connection, now)
-        if self._may_act(record) and not _is_same_machine(record.hello, hello):
+        if record.may_act and not _is_same_machine(record.hello, hello):
             other = record.hello.host if record.hello is not None else ""
             return Refused(
                 reason=f"node {hello.node} is {other}, which may still act; come back later",
@@ -197,7 +154,7 @@ class Members:
         """The connection has ended; the session waits for another one."""
         record = self._record_of.pop(connection, None)
         if record is not None:
-            record.connection = _NOBODY
+            record.connection = NOBODY
 
     # What goes out
 
@@ -216,10 +173,8 @@ class Members:
         what it is sent.
         """
         record = self._records[node]
-        if not record.session_id:
-            raise PeerError(
-                f"node {node} is {record.state.value}: {record.why_silent or 'not yet'}"
-            )
+        if (why := record.why_untold) is not None:
+            raise PeerError(why)
         try:
             envelope = record.session.put(body, beat=record.heard)
         except OverloadedError as error:
@@ -237,7 +192,7 @@ class Members:
     def expel(self, node: NodeRank, reason: str, *, now: float) -> tuple[NodeNews, ...]:
         """End the node's session; it counts as lost when its lease has ended for certain."""
         record = self._records[node]
-        if self._may_act(record):
+        if record.may_act:
             self._break_off(record, reason, now)
         return self.take_news()
 
@@ -293,9 +248,6 @@ class Members:
             return Refused(reason=why, is_final=False)
         return None
 
-    def _may_act(self, record: MemberRecord) -> bool:
-        return record.state in (NodeState.MEMBER, NodeState.SUSPECTED)
-
     def _resume(
         self, record: MemberRecord, hello: Hello, connection: int, now: float
     ) -> Admitted | Refused:
@@ -315,7 +267,7 @@ class Members:
         """A new session. The one before it, if it was still open, has ended on the other side."""
         if not session or session == record.session_id:
             raise InvariantError("a new session needs a name of its own")
-        if self._may_act(record):
+        if record.may_act:
             self._lose(record, "it has begun anew", now)
         is_return = record.num_sessions > 0
         self._detach(record)
@@ -375,7 +327,7 @@ class Members:
         self._untold.append(NodeLost(record.node, reason))
 
     def _detach(self, record: MemberRecord) -> int | None:
-        connection, record.connection = record.connection, _NOBODY
+        connection, record.connection = record.connection, NOBODY
         self._record_of.pop(connection, None)
         return connection or None
 

@@ -72,7 +72,9 @@ class RemoteNode:
         """Why nothing can be started there now; None when it can."""
         if not self._end.reigns():
             return NOT_YET
-        return None if self._is_member else f"node {self.node} is away: {self._why}"
+        if not self._is_member:
+            return f"node {self.node} is away: {self._why}"
+        return self._end.why_untold(self.node)
 
     # What the link says
 

@@ -46,10 +46,12 @@ class Bed:
 
     async def break_off(self):
         """It acknowledges what nobody sent."""
+        assert await self.node.hindrance() is None
         await self.say(Envelope(99, 1))
         await clock.sleep(0.1)
         assert isinstance(self.news[-1], NodeSuspected)
         assert self.node.is_member
+        assert "were sent" in await self.node.hindrance()
         with pytest.raises(NodeAwayError, match="were sent"):
             self.node.say(Leave(0, "a question that matters"))
 
