@@ -15,6 +15,7 @@ class FakeEnd:
         self.net, self._in, self._out = net, incoming, outgoing
 
     async def send(self, message):
+        self.net.num_messages += 1
         if self.net.is_silent:
             return
         try:
@@ -46,7 +47,7 @@ class FakeNet:
         """The leader's; None: nobody listens."""
 
         self._open = []
-        self.num_dials = 0
+        self.num_dials = self.num_messages = 0
 
     @asynccontextmanager
     async def dial(self):

@@ -121,6 +121,9 @@ def test_after_its_end_an_older_sign_of_life_confers_nothing():
     lease.end(now=2.0)
     lease.on_heard(number)
     assert lease.standing(now=2.0) is Standing.LET_GO
+    # The end of what has ended long ago gives servers no more time.
+    lease.end(now=20.0)
+    assert lease.orphaned_at == 30.0
 
 
 def test_signs_of_life_that_nobody_confirms_do_not_pile_up():

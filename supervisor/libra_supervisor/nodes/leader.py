@@ -26,6 +26,9 @@ from libra_supervisor.nodes.outgoing import Outgoing
 from libra_supervisor.nodes.postbox import Postbox
 
 HELLO_WAIT_S: Final = 10.0
+MOST_UNHEARD: Final = 64
+"""Events of all followers that wait for the listener before nothing more is read."""
+
 WINDOW_BYTES: Final = 16 << 20
 """What a byte stream may have under way to one node before it waits for acknowledgements."""
 
@@ -218,8 +221,9 @@ class LeaderEnd:
             if body is not None:
                 node = self._members.node_of(number)
                 self._postbox.put(NodeSaid(node, self._decoded(node, body)))
-            # Who says more than can be heard waits.
-            await self._postbox.until_passed_on()
+            if self._postbox.depth > MOST_UNHEARD:
+                # Who says more than can be heard waits.
+                await self._postbox.until_passed_on()
 
     async def _slept_through_its_reign(self) -> bool:
         """Whether this process stood still, and another leads since.

@@ -17,28 +17,38 @@ class Postbox(Generic[T]):
 
     def __init__(self, post: Callable[[T], Awaitable[None]]) -> None:
         self._post = post
-        self._waiting: deque[T] = deque()
-        self._num_put = self._num_passed_on = 0
+        self._waiting: deque[tuple[tuple[T, ...], anyio.Event | None]] = deque()
+        """Events, and who waits for all up to here."""
+
+        self._is_posting = False
         self._wake = anyio.Event()
-        self._moved = anyio.Event()
+
+    @property
+    def depth(self) -> int:
+        """How much waits."""
+        return len(self._waiting)
 
     def put(self, *events: T) -> None:
-        self._waiting.extend(events)
-        self._num_put += len(events)
-        self._wake.set()
+        if events:
+            self._waiting.append((events, None))
+            self._wake.set()
 
     async def until_passed_on(self) -> None:
         """Wait until the listener has had everything that was put in before."""
-        number = self._num_put
-        while self._num_passed_on < number:
-            await self._moved.wait()
+        if self._waiting or self._is_posting:
+            reached = anyio.Event()
+            self._waiting.append(((), reached))
+            self._wake.set()
+            await reached.wait()
 
     async def run(self) -> Never:
         while True:
             await self._wake.wait()
-            self._wake = anyio.Event()
+            self._wake, self._is_posting = anyio.Event(), True
             while self._waiting:
-                await self._post(self._waiting.popleft())
-                self._num_passed_on += 1
-                self._moved.set()
-                self._moved = anyio.Event()
+                events, reached = self._waiting.popleft()
+                for event in events:
+                    await self._post(event)
+                if reached is not None:
+                    reached.set()
+            self._is_posting = False
