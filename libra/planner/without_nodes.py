@@ -84,8 +84,7 @@ def plan_without(home: Plan, gone: Gone, terms: Terms) -> Plan | Lack:
             return found
         first_reason = first_reason or found.reason
         num_left = sum(it.tp for it in kept[:-1])
-        # Servers of others have no slots to give.
-        if not kept or not kept[-1].slots or num_left < terms.min_rollout_gpus:
+        if not kept or num_left < terms.min_rollout_gpus:
             return Lack(first_reason)
         free += _slots_of(kept.pop())
 

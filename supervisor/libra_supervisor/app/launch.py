@@ -284,8 +284,9 @@ def num_slots_of(launch: Launch) -> int:
         return num_used
     # What the plan does not use is spare, for another plan.
     found = max(num_used, num_slots_here(launch.device, launch.environ))
-    if launch.device == "cpu":
-        found = max(found, gpus_per_node(launch) or 0)
+    if (per_node := gpus_per_node(launch)) is not None:
+        # As on every other node; on CPU slots are what they are counted as.
+        found = max(num_used, per_node if launch.device == "cpu" else min(found, per_node))
     if launch.device == "cuda" or launch.memory is None:
         return found
     # Slots share cores: what an earlier plan of the run had, or has lent, is still there.

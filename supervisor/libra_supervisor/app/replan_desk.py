@@ -16,6 +16,7 @@ import msgspec
 from libra import clock
 from libra.config.run import RunConfig
 from libra.errors import InfeasiblePlanError
+from libra.ids import SlotId
 from libra.planner.calibration import Calibration
 from libra.planner.matching import next_number_after
 from libra.planner.plan import Plan, plan_in_words
@@ -205,10 +206,12 @@ class ReplanDesk:
     def _room(self, question: Question) -> Room:
         """An order may use idle devices; the planner plans for those that the run asked for."""
         policy, room = self._ports.control.plans.policy, question.bounds.room
+        per_node, there = self._ports.gpus_per_node, set(policy.slots)
+        nodes = {node for node, _ in there}
+        grid = {(node, SlotId(slot)) for node in nodes for slot in range(per_node)}
+        lost = room.lost | (grid - there)
         return msgspec.structs.replace(
-            room,
-            num_gpus=len(set(policy.slots) - room.lost),
-            gpus_per_node=self._ports.gpus_per_node,
+            room, num_gpus=len(grid - lost), gpus_per_node=per_node, lost=lost
         )
 
     @property

@@ -476,6 +476,8 @@ async def test_gangs_of_one_attempt_on_one_node_are_told_apart_and_a_replica_end
         await ready(place, 2, within_s=30)
         assert core.attempt == replica.attempt == 1
         assert (len(core.members), len(replica.members)) == (2, 1)
+        agents = [nodes.hands.agent_of(it) for it in (core.members[1], replica.members[0])]
+        assert [it.child_id for it in agents] == ["trainer-1", "hybrid-0-1"]
         await replica.broadcast(TrainStep(1, ()))
         await until(lambda: trained(place, 1) == [0], within_s=20)
         nodes.net.is_silent = True
