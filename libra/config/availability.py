@@ -1,5 +1,6 @@
 """Values that are right but cannot be used: not built yet, or beyond the installed packages."""
 
+import re
 from collections.abc import Collection, Iterator
 from typing import Final
 
@@ -11,6 +12,9 @@ SUPPORTED_ARCHITECTURES: Final = frozenset(
     {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM"}
 )
 """What the trainer maps between Hugging Face and Megatron-Core; FSDP takes any."""
+
+
+_LOOPBACK: Final = re.compile(r"^https?://(localhost|127\.[0-9.]+|\[::1\])[:/]", re.IGNORECASE)
 
 
 def check_availability(config: RunConfig, environment: Environment) -> tuple[Problem, ...]:
@@ -66,7 +70,7 @@ def _check_key_value_heads(config: RunConfig) -> tuple[Problem, ...]:
 
 
 def _check_nodes(config: RunConfig, environment: Environment) -> Iterator[Problem]:
-    """Find what a run over several nodes cannot do yet, and nodes that nobody has named."""
+    """Find servers that not every node reaches, and nodes that nobody has named."""
     step = environment.slurm
     num_nodes = max(len(config.cluster.nodes), step.num_step_nodes if step else 1)
     described = config.hardware.nodes if config.hardware else 1
@@ -79,14 +83,11 @@ def _check_nodes(config: RunConfig, environment: Environment) -> Iterator[Proble
         )
     if num_nodes == 1:
         return
-    planner = "global_resource_planner"
-    for path, is_set in (
-        (
-            f"{planner}.runtime_dynamic_reconfiguration_enabled",
-            config.global_resource_planner.runtime_dynamic_reconfiguration_enabled,
-        ),
-        ("heterogeneous_rollout.endpoints", bool(config.heterogeneous_rollout.endpoints)),
-    ):
-        if is_set:
-            what = "is not available yet on several nodes"
-            yield Problem(path=path, what=what, hint="leave it at its default", related=("nodes",))
+    for index, endpoint in enumerate(config.heterogeneous_rollout.endpoints):
+        if _LOOPBACK.match(endpoint.url):
+            yield Problem(
+                path=f"heterogeneous_rollout.endpoints[{index}].url",
+                what=f"{endpoint.url} is each node's own address",
+                hint="name it as all nodes reach it",
+                related=("nodes",),
+            )

@@ -37,13 +37,22 @@ class LaneHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def connected(address: LaneAddress, *, deadline: float) -> tuple[Channel, bool]:
     """Connect; also whether memory can be shared. Raises PeerError when nobody listens."""
-    kind = socket.AF_UNIX if address.unix else socket.AF_INET
-    connection = socket.socket(kind, socket.SOCK_STREAM)
-    connection.settimeout(max(0.01, deadline - clock.monotonic()))
+    timeout_s = max(0.01, deadline - clock.monotonic())
     try:
-        where = "\0" + address.unix if address.unix else (address.host, address.port)
-        connection.connect(where)
+        connection = _dialled(address, timeout_s)
     except OSError as error:
-        connection.close()
         raise PeerError(f"no lane at {address}: {error}") from error
     return Channel(connection), bool(address.unix)
+
+
+def _dialled(address: LaneAddress, timeout_s: float) -> socket.socket:
+    if not address.unix:
+        return socket.create_connection((address.host, address.port), timeout=timeout_s)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_s)
+    try:
+        connection.connect("\0" + address.unix)
+    except OSError:
+        connection.close()
+        raise
+    return connection

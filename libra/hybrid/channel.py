@@ -155,7 +155,10 @@ class SharedValues:
         descriptor = os.memfd_create("libra-lane", flags)
         os.ftruncate(descriptor, count * _ITEM_BYTES)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        return cls(descriptor, count)
+        made = cls(descriptor, count)
+        # As `room.touched` says; the other process then maps pages that are there.
+        made.values.fill(0.0)
+        return made
 
     def close_descriptor(self) -> None:
         """The memory stays as long as it is mapped."""

@@ -69,7 +69,8 @@ class Entrance:
         self.unix_address = LaneAddress(unix=name)
         self.tcp_address: LaneAddress | None = None
         if host:
-            self._listeners.append(socket.create_server((host, 0)))
+            [(family, _, _, _, where), *_] = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+            self._listeners.append(socket.create_server(where[:2], family=family))
             port = self._listeners[-1].getsockname()[1]
             self.tcp_address = LaneAddress(host=host, port=port)
         for listener in self._listeners:

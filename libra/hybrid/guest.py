@@ -32,6 +32,7 @@ from libra.hybrid.header import (
     decode_header,
     encode_header,
 )
+from libra.hybrid.room import touched
 from libra.hybrid.streams import parts_of, side_by_side
 from libra.hybrid.terms import Kept, LaneTerms, Position
 
@@ -69,7 +70,7 @@ class Guest:
         """What it stepped with last; None: its weights are those that it came with."""
 
         self.next_to_send = Position(hello.step)
-        self.values: Floats = np.empty(terms.count, np.float32)
+        self.values: Floats = touched(terms.count)
         """Of the contribution that arrived, until `consume`."""
 
         self._parts = parts_of(terms.count, len(channels))

@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from libra import clock
 from libra.hybrid.address import LaneHello
 from libra.hybrid.channel import POLL_S, Beat
@@ -18,6 +16,7 @@ from libra.hybrid.entrance import Channels, Entrance, Shared
 from libra.hybrid.fault import Ballot, Fault
 from libra.hybrid.guest import Guest
 from libra.hybrid.header import Fence
+from libra.hybrid.room import touched
 from libra.hybrid.terms import Kept, LaneTerms, Position
 from libra.ids import ReplicaId
 from libra.wire.hybrid import LaneAddress
@@ -57,6 +56,7 @@ class LaneHead:
         self._kept_from: Position | None = None
         self._max_kept = max_kept
         self._spare: list[Floats] = []
+        self._is_preparing = False
         self._digest = 0
         """Of the core's weights now."""
 
@@ -86,6 +86,7 @@ class LaneHead:
         with self._changed:
             self._awaited = frozenset(replicas)
             self._digest = digest
+            self._prepare()
             if self._kept_from is None:
                 self._kept_from = at
             for replica_id in list(self._guests.keys() - self._awaited):
@@ -150,9 +151,9 @@ class LaneHead:
     def buffer(self) -> Floats:
         """Room for reduced gradients, to be filled and given to `publish`."""
         with self._changed:
-            if self._spare:
-                return self._spare.pop()
-        return np.empty(self._terms.count, np.float32)
+            values = self._spare.pop() if self._spare else None
+            self._prepare()
+        return touched(self._terms.count) if values is None else values
 
     def publish(
         self, fence: Fence, numbers: tuple[float, ...], values: Floats, *, digest: int
@@ -174,6 +175,20 @@ class LaneHead:
     def close(self) -> None:
         self._entrance.close()
         self.forget_everything()
+
+    def _prepare(self) -> None:
+        """Have room ready for the next `buffer`, beside what goes on. With `changed` held."""
+        if self._awaited and not self._spare and not self._is_preparing:
+            self._is_preparing = True
+            threading.Thread(target=self._add_spare, name="lane-room", daemon=True).start()
+
+    def _add_spare(self) -> None:
+        values = touched(self._terms.count)
+        with self._changed:
+            self._is_preparing = False
+            if self._awaited:
+                self._spare.append(values)
+            self._changed.notify_all()
 
     def _ballot(self, guest: Guest | None, wanted: Fence) -> Ballot | None:
         if guest is None:

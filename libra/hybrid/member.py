@@ -5,7 +5,6 @@ from functools import partial
 from typing import Final
 
 import msgspec
-import numpy as np
 from msgspec import structs
 
 from libra import clock
@@ -24,6 +23,7 @@ from libra.hybrid.header import (
     decode_header,
     encode_header,
 )
+from libra.hybrid.room import touched
 from libra.hybrid.streams import parts_of, side_by_side
 from libra.wire.hybrid import LaneAddress
 
@@ -159,7 +159,7 @@ class MemberLane:
         if is_shared:
             out, back = _segments(channel.take_descriptors(), self._count)
         else:
-            out, back = np.empty(self._count, np.float32), np.empty(self._count, np.float32)
+            out, back = touched(self._count), touched(self._count)
         self._outgoing, self._incoming = out, back
         # What is said goes on the first stream, values on all.
         kinds = [frozenset({FrameKind.REDUCED}) for _ in self._parts]

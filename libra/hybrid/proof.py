@@ -5,19 +5,16 @@
     head   -> member   proof of the head
 
 A proof is an HMAC over both nonces and the side's name: what was heard on one connection is worth
-nothing on another, and a proof sent back to its sender is that of the wrong side. Sans I/O but for
-the key's file.
+nothing on another, and a proof sent back to its sender is that of the wrong side. The key itself
+comes with the supervisor's words, over the socket that each rank has to it. Sans I/O.
 """
 
 import hashlib
 import hmac
-import os
 import secrets
-import stat
-from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from libra.errors import PeerError, SiteError
+from libra.errors import PeerError
 
 KEY_BYTES: Final = 32
 NONCE_BYTES: Final = 32
@@ -25,6 +22,11 @@ PROOF_BYTES: Final = 32
 ANSWER_BYTES: Final = NONCE_BYTES + PROOF_BYTES
 
 Side: TypeAlias = Literal["head", "member"]
+
+
+def new_key() -> bytes:
+    """Of a run; nobody is told it but its ranks."""
+    return secrets.token_bytes(KEY_BYTES)
 
 
 def new_nonce() -> bytes:
@@ -44,26 +46,3 @@ def check_proof(
     wanted = proof(key, side, head_nonce=head_nonce, member_nonce=member_nonce)
     if not hmac.compare_digest(shown, wanted):
         raise PeerError(f"a {side} that does not hold the run's key")
-
-
-def write_key(path: Path) -> None:
-    """Make a new key that only this user can read. Raises FileExistsError when there is one."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secrets.token_bytes(KEY_BYTES))
-
-
-def read_key(path: Path) -> bytes:
-    """Read a run's key. Raises SiteError when others could have read or written it."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError as error:
-        raise SiteError(f"the lanes' key {path}: {error.strerror}") from error
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            raise SiteError(f"the lanes' key {path} must be ours alone: chmod 600 {path}")
-        key = file.read(KEY_BYTES + 1)
-    if len(key) != KEY_BYTES:
-        raise SiteError(f"the lanes' key {path} must have {KEY_BYTES} bytes")
-    return key

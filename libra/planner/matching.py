@@ -6,12 +6,12 @@ possible stay untouched. What is new gets an id that the run has never used.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import msgspec
 
 from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
-from libra.planner.plan import HybridPlacement, InstancePlacement, Plan
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, Slot
 
 
 def matched(
@@ -19,7 +19,7 @@ def matched(
     new: Plan,
     *,
     next_number: int,
-    spare: Iterable[SlotId] = (),
+    spare: Iterable[Slot] = (),
     keeps_instances: bool = True,
     asleep: Sequence[InstancePlacement] = (),
 ) -> Plan:
@@ -27,18 +27,23 @@ def matched(
 
     Ids of what is new count up from `next_number`. `spare` are further slots, free now, that new
     instances may use. Without `keeps_instances` every instance is a new one, on the slots of one
-    that goes where the degrees allow it. Plans over several nodes keep the slots of `new`; there
-    only what lies on the same slots is the same.
+    that goes where the degrees allow it. Plans over several nodes keep the slots of `new`, but for
+    new instances that find spare ones; there only what lies on the same slots is the same.
 
     `asleep` are instances outside of `old` that wait for their slots: an instance that comes is one
     of them where its degree and free slots allow it, unless every instance is a new one.
     """
-    names = _Names(next_number)
+    names, more = _Names(next_number), tuple(spare)
     waiting = list(asleep) if keeps_instances else []
     if _nodes_of(old) | _nodes_of(new) == {NodeRank(0)}:
-        slots = _Slots(old, new, (*spare, *(slot for it in waiting for slot in it.slots)))
-        return _moved(old, new, names, slots, waiting, keeps_instances=keeps_instances)
-    return _renamed(old, new, names, waiting, keeps_instances=keeps_instances)
+        here = [it for it in waiting if not it.node]
+        free = (
+            *(slot for node, slot in more if not node),
+            *(slot for it in here for slot in it.slots),
+        )
+        slots = _Slots(old, new, free)
+        return _moved(old, new, names, slots, here, keeps_instances=keeps_instances)
+    return _renamed(old, new, names, waiting, more, keeps_instances=keeps_instances)
 
 
 def next_number_after(plan: Plan) -> int:
@@ -178,15 +183,24 @@ def _renamed(
     new: Plan,
     names: _Names,
     asleep: list[InstancePlacement],
+    spare: Sequence[Slot],
     *,
     keeps_instances: bool,
 ) -> Plan:
     known = {(it.node, it.tp, it.slots): it.instance_id for it in (*asleep, *old.instances)}
+    held, taken = set(slots_of(old)), set(slots_of(new))
     instances = []
     for it in new.instances:
         same = known.get((it.node, it.tp, it.slots)) if keeps_instances else None
-        instances.append(msgspec.structs.replace(it, instance_id=same or names.instance()))
-    replicas = {(it.node, it.nodes, it.slots): it.replica_id for it in old.hybrids}
+        if same is not None:
+            instances.append(msgspec.structs.replace(it, instance_id=same))
+            continue
+        placed = _on_spare(it, held, [slot for slot in spare if slot not in taken])
+        taken |= {(placed.node, slot) for slot in placed.slots}
+        instances.append(msgspec.structs.replace(placed, instance_id=names.instance()))
+    # Replicas of a core that starts anew end with the one before.
+    kept = old.hybrids if old.train == new.train else ()
+    replicas = {(it.node, it.nodes, it.slots): it.replica_id for it in kept}
     hybrids = tuple(
         msgspec.structs.replace(
             it, replica_id=replicas.get((it.node, it.nodes, it.slots)) or names.replica()
@@ -194,6 +208,19 @@ def _renamed(
         for it in new.hybrids
     )
     return msgspec.structs.replace(new, instances=tuple(instances), hybrids=hybrids)
+
+
+def _on_spare(
+    instance: InstancePlacement, held: Collection[Slot], spare: Sequence[Slot]
+) -> InstancePlacement:
+    """On slots of a node that nobody holds, its own node's rather than another's, if there are."""
+    if not any((instance.node, slot) in held for slot in instance.slots):
+        return instance
+    for node in sorted({node for node, _ in spare}, key=lambda it: (it != instance.node, it)):
+        slots = [slot for its, slot in spare if its == node][: instance.tp]
+        if len(slots) == instance.tp:
+            return msgspec.structs.replace(instance, node=node, slots=tuple(slots))
+    return instance
 
 
 def _nodes_of(plan: Plan) -> set[NodeRank]:

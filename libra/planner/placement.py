@@ -5,10 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from libra.ids import InstanceId, NodeRank, SlotId
-from libra.planner.plan import InstancePlacement, Plan, TrainPlacement
+from libra.planner.plan import InstancePlacement, Plan, Slot, TrainPlacement
 from libra.planner.train_layout import TrainLayout
-
-Slot = tuple[NodeRank, SlotId]
 
 
 def place(
@@ -53,8 +51,12 @@ def place(
 
 
 def spread_over_nodes(plan: Plan, *, gpus_per_node: int) -> Plan | None:
-    """The same split with a node for every rank and instance; None when one has no room."""
+    """The same split with a node for every rank and instance; None when one has no room.
+
+    Servers of others, which have no slots here, stay as they are.
+    """
     train = plan.train
+    own = [instance for instance in plan.instances if instance.slots]
     layout = TrainLayout(
         tp=train.tp,
         pp=train.pp,
@@ -65,14 +67,15 @@ def spread_over_nodes(plan: Plan, *, gpus_per_node: int) -> Plan | None:
     )
     placed = place(
         layout,
-        [instance.tp for instance in plan.instances],
-        num_gpus=plan.num_rollout_gpus + train.world_size,
+        [instance.tp for instance in own],
+        num_gpus=sum(instance.tp for instance in own) + train.world_size,
         gpus_per_node=gpus_per_node,
     )
     if placed is None:
         return None
     told = msgspec.structs.replace(placed.train, micro_batch_size=train.micro_batch_size)
-    return msgspec.structs.replace(placed, strategy=plan.strategy, train=told)
+    instances = placed.instances if own else plan.instances
+    return msgspec.structs.replace(placed, strategy=plan.strategy, train=told, instances=instances)
 
 
 def free_slots(placed: Plan, num_gpus: int, gpus_per_node: int) -> list[int]:

@@ -1,13 +1,16 @@
 """The plan: which slots train, which slots serve, and how each side is cut up."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 import msgspec
 
 from libra.config.run import RunConfig
 from libra.errors import InfeasiblePlanError
 from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
+
+Slot: TypeAlias = tuple[NodeRank, SlotId]
 
 
 class TrainPlacement(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,11 +94,14 @@ def with_hybrids_in_core(plan: Plan) -> Plan:
     nodes = tuple(node for it in hybrids for node in it.nodes or (it.node,) * len(it.slots))
     is_on_one_node = not train.nodes and set(nodes) <= {train.node}
     own = train.nodes or (train.node,) * len(train.slots)
+    # The ranks of a node follow each other.
+    seats = sorted(zip((*own, *nodes), (*train.slots, *more), strict=True), key=lambda it: it[0])
     core = msgspec.structs.replace(
         train,
         dp=train.dp + len(more) // grid,
-        slots=(*train.slots, *more),
-        nodes=() if is_on_one_node else (*own, *nodes),
+        slots=tuple(slot for _, slot in seats),
+        node=seats[0][0],
+        nodes=() if is_on_one_node else tuple(node for node, _ in seats),
     )
     return msgspec.structs.replace(plan, train=core, hybrids=())
 
@@ -113,6 +119,17 @@ def plan_in_words(plan: Plan) -> str:
         f"DP {train.dp}){hybrids if plan.hybrids else ''}, "
         f"rollout {instances}"
     )
+
+
+def slots_in_words(slots: Iterable[Slot]) -> str:
+    """`0, 1`; where others than the first node have some, `0 of node 0, 2, 3 of node 1`."""
+    chosen = list(slots)
+    numbers_of = {
+        node: ", ".join(str(slot) for its, slot in chosen if its == node) for node, _ in chosen
+    }
+    if set(numbers_of) <= {NodeRank(0)}:
+        return "".join(numbers_of.values())
+    return ", ".join(f"{numbers} of node {node}" for node, numbers in numbers_of.items())
 
 
 def configured_plan(config: RunConfig) -> Plan:

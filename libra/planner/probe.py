@@ -66,11 +66,16 @@ class ProbedRun(msgspec.Struct, frozen=True, kw_only=True):
     excluded: frozenset[TrainLayout] = frozenset()
 
 
-def probe_observation(run: ProbedRun, outcome: ProbeOutcome) -> Observation | None:
-    """What the probe teaches about `recompute_memory`; None when nothing rose."""
+def probe_observation(
+    run: ProbedRun, outcome: ProbeOutcome, layout: TrainLayout | None = None
+) -> Observation | None:
+    """What the probe teaches about `recompute_memory`; None when nothing rose.
+
+    `layout` is what was probed, where it is not the plan's.
+    """
     nothing_known = msgspec.structs.replace(run.calibration, factors={})
     memory = cost_models(run.config, nothing_known).train_memory
-    static_bytes, estimated_bytes = memory.recompute_peak_bytes(run.report.choice.train)
+    static_bytes, estimated_bytes = memory.recompute_peak_bytes(layout or run.report.choice.train)
     match outcome:
         case ProbeMeasured(rise_bytes=rise_bytes):
             measured_bytes = rise_bytes
@@ -87,6 +92,24 @@ def probe_observation(run: ProbedRun, outcome: ProbeOutcome) -> Observation | No
     )
 
 
+class LayoutJudged(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a layout that nobody planned fits."""
+
+    fits: bool
+    message: str
+
+
+def on_forced_probe(run: ProbedRun, layout: TrainLayout, outcome: ProbeOutcome) -> LayoutJudged:
+    """Compare the probe of a layout that was forced on the run with its estimate."""
+    observation = probe_observation(run, outcome, layout)
+    calibration = run.calibration
+    if observation is not None:
+        calibration = observe(calibration, observation)
+    fits = _fits(run, layout, outcome, calibration)
+    said = f"recompute probe of {layout}: {_in_words(run, layout, outcome)}"
+    return LayoutJudged(fits=fits, message=said if fits else f"{said}: does not fit")
+
+
 def on_probe(run: ProbedRun, outcome: ProbeOutcome) -> KeepPlan | SwitchPlan:
     """Compare the probe with the estimate and keep the plan or make another.
 
@@ -97,8 +120,8 @@ def on_probe(run: ProbedRun, outcome: ProbeOutcome) -> KeepPlan | SwitchPlan:
     calibration = run.calibration
     if observation is not None:
         calibration = observe(calibration, observation)
-    said = f"recompute probe of {layout}: {_in_words(run, outcome)}"
-    if _fits(run, outcome, calibration):
+    said = f"recompute probe of {layout}: {_in_words(run, layout, outcome)}"
+    if _fits(run, layout, outcome, calibration):
         return KeepPlan(message=said, calibration=calibration)
     if run.report.plan.strategy == "configured":
         raise InfeasiblePlanError(
@@ -116,11 +139,12 @@ def on_probe(run: ProbedRun, outcome: ProbeOutcome) -> KeepPlan | SwitchPlan:
     )
 
 
-def _fits(run: ProbedRun, outcome: ProbeOutcome, calibration: Calibration) -> bool:
+def _fits(
+    run: ProbedRun, layout: TrainLayout, outcome: ProbeOutcome, calibration: Calibration
+) -> bool:
     """Both the corrected budget and this very measurement, which one factor may average away."""
     if not isinstance(outcome, ProbeMeasured):
         return False
-    layout = run.report.choice.train
     memory = cost_models(run.config, calibration).train_memory
     static_bytes, _ = memory.recompute_peak_bytes(layout)
     margin = run.config.global_resource_planner.memory_budget_safety_margin_bytes
@@ -128,9 +152,9 @@ def _fits(run: ProbedRun, outcome: ProbeOutcome, calibration: Calibration) -> bo
     return memory.budget(layout).fits and needed <= memory.capacity_bytes
 
 
-def _in_words(run: ProbedRun, outcome: ProbeOutcome) -> str:
+def _in_words(run: ProbedRun, layout: TrainLayout, outcome: ProbeOutcome) -> str:
     memory = cost_models(run.config, run.calibration).train_memory
-    static_bytes, estimated_bytes = memory.recompute_peak_bytes(run.report.choice.train)
+    static_bytes, estimated_bytes = memory.recompute_peak_bytes(layout)
     estimated = (
         f"{_gib(estimated_bytes - static_bytes)} estimated beside {_gib(static_bytes)} of "
         f"parameters, gradients and optimizer state, on {_gib(memory.capacity_bytes)}"

@@ -24,7 +24,7 @@ from libra.planner.replan_rule import Worth, model_error, worth
 from libra.planner.replan_triggers import Triggers
 
 if TYPE_CHECKING:
-    from libra.planner.placement import Slot
+    from libra.planner.plan import Slot
 
 _KINDS: tuple[SwitchKind, ...] = ("rollout", "to_training", "to_rollout", "reshape")
 _LEFT_OUT_SHOWN = 2
@@ -100,20 +100,29 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 class Replanner:
     """What was observed of a run and of its own changes. Not for two threads at once."""
 
-    def __init__(self, config: RunConfig, *, num_gpus: int, book: Calibration | None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        num_gpus: int,
+        book: Calibration | None,
+        gpus_per_node: int | None = None,
+    ) -> None:
         """`config` as given, without a plan in it: sizes of a plan are where its search begins.
 
         `num_gpus`: slots of the run. `book`: what the model was corrected by at the start.
+        `gpus_per_node`: as for `bounds_of`.
         """
         planner = config.global_resource_planner
         self.book = book
         """Set it to what has been learned since."""
 
         self.lost: frozenset[Slot] = frozenset()
-        """Slots of processes that do not end; set it when there are more."""
+        """Slots of processes that do not end, and of nodes that are away; set it when they
+        change."""
 
         self._num_gpus = num_gpus
-
+        self._gpus_per_node = gpus_per_node
         self._config = config
         self._refused: frozenset[SwitchKind] = frozenset()
         self._is_online = planner.runtime_online_replanning
@@ -185,6 +194,11 @@ class Replanner:
             self._refused = frozenset()
             self._window.forget_times()
 
+    def on_other_plan(self) -> None:
+        """The plan is another one, since a node was lost or is back."""
+        self._refused = frozenset()
+        self._window.forget_times()
+
     def on_given_back(self, now: float) -> None:
         """A server that was lent came back by itself: as after a change that was decided."""
         self._cooling_until = now + self._cooldown_s
@@ -221,7 +235,12 @@ class Replanner:
         return Question(
             config=self._config,
             plan=plan,
-            bounds=bounds_of(self._config, num_gpus=self._num_gpus, lost=self.lost),
+            bounds=bounds_of(
+                self._config,
+                num_gpus=self._num_gpus,
+                gpus_per_node=self._gpus_per_node,
+                lost=self.lost,
+            ),
             refused=self._refused,
             why_not=why_not,
             book=self.book,

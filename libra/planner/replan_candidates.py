@@ -19,12 +19,11 @@ from libra.planner.cost_models import CostModels, cost_models
 from libra.planner.demand import Demand
 from libra.planner.lending import fewest_rollout_gpus
 from libra.planner.pace import TrainPace, step_seconds
-from libra.planner.placement import Slot
-from libra.planner.plan import Plan
+from libra.planner.plan import Plan, Slot, TrainPlacement
 from libra.planner.pricing import estimate_of, layout_of, pace_terms, train_work
 from libra.planner.pruning import PruneLog
 from libra.planner.replan_costs import SwitchKind
-from libra.planner.replan_seating import Room, seated
+from libra.planner.replan_seating import Room, core_seats, seated
 from libra.planner.rollout_cost import workload_of
 from libra.planner.rollout_search import instance_costs
 from libra.planner.rollout_side import RolloutSide
@@ -63,17 +62,33 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def bounds_of(config: RunConfig, *, num_gpus: int, lost: frozenset[Slot] = frozenset()) -> Bounds:
-    """`num_gpus`: slots of the run, idle and lost ones included."""
+def bounds_of(
+    config: RunConfig,
+    *,
+    num_gpus: int,
+    gpus_per_node: int | None = None,
+    lost: frozenset[Slot] = frozenset(),
+) -> Bounds:
+    """`num_gpus`: slots of the run, idle and lost ones included.
+
+    `gpus_per_node`: of a run over several nodes; None: as many as described, else all on one.
+    """
     planner, hardware = config.global_resource_planner, config.hardware
     training: TrainingChanges = "none"
     if planner.runtime_training_pool_plan_only:
         training = "recorded"
     elif planner.runtime_reconfigure_training:
         training = "made"
-    per_node = hardware.gpus_per_node if hardware is not None else num_gpus
+    described = hardware.gpus_per_node if hardware is not None else num_gpus
+    per_node = gpus_per_node or described
+    num_lost = sum(node * per_node + slot < num_gpus for node, slot in lost)
     return Bounds(
-        room=Room(num_gpus=num_gpus - len(lost), gpus_per_node=per_node, lost=lost),
+        room=Room(
+            num_gpus=num_gpus - num_lost,
+            gpus_per_node=per_node,
+            lost=lost,
+            crosses_nodes=planner.allow_cross_node_tp,
+        ),
         changes_rollout=planner.runtime_manage_rollout_processes,
         training=training,
         min_rollout_gpus=planner.min_rollout_gpus,
@@ -243,10 +258,26 @@ class CandidateSearch:
             return
         if report.choice.train == self._core:
             return
-        base = replace(self._plan, train=report.plan.train, hybrids=())
+        train = self._reseated(report.plan.train)
+        if train is None:
+            return
+        base = replace(self._plan, train=train, hybrids=())
         found = self._on(base, report.choice.train, 0, "reshape")
         if found is not None:
             yield found
+
+    def _reseated(self, train: TrainPlacement) -> TrainPlacement | None:
+        """The layout of `train` on slots that are there, where the core is now if they are."""
+        slots = core_seats(self._plan, train.tp, train.world_size, self._bounds.room)
+        if slots is None:
+            return None
+        nodes = tuple(node for node, _ in slots)
+        return replace(
+            train,
+            slots=tuple(slot for _, slot in slots),
+            node=nodes[0],
+            nodes=() if len(set(nodes)) == 1 else nodes,
+        )
 
 
 def expected_step_s(config: RunConfig, plan: Plan, demand: Demand, models: CostModels) -> float:

@@ -4,14 +4,12 @@ import msgspec
 
 from libra.errors import InfeasiblePlanError
 from libra.planner.cost_models import cost_models
-from libra.planner.matching import slots_of
-from libra.planner.placement import Slot
 from libra.planner.plan import Plan, TrainPlacement
 from libra.planner.replan import Question, demand_of
 from libra.planner.replan_candidates import expected_step_s
 from libra.planner.replan_costs import SwitchKind
 from libra.planner.replan_rule import model_error
-from libra.planner.replan_seating import Room, seated
+from libra.planner.replan_seating import Room, core_seats, everywhere, seated
 from libra.wire.api import PlanOrder
 
 
@@ -32,7 +30,7 @@ def ordered_plan(plan: Plan, order: PlanOrder, room: Room) -> Plan:
         tps = [bucket.tp for bucket in order.instances for _ in range(bucket.count)]
         num_rollout_gpus = sum(tps)
     num_needed = train.world_size + num_replicas * replica_gpus + num_rollout_gpus
-    num_there = len(_everywhere(plan, room))
+    num_there = len(everywhere(plan, room))
     if num_needed > num_there:
         raise InfeasiblePlanError(f"this needs {num_needed} GPUs, and the run has {num_there}")
     base = msgspec.structs.replace(plan, train=train, hybrids=kept)
@@ -85,7 +83,13 @@ def _core(plan: Plan, order: PlanOrder, room: Room) -> TrainPlacement:
         raise InfeasiblePlanError(
             f"train_gpus {num_gpus} is not a multiple of TP x PP x CP = {model_parallel}"
         )
-    slots = _core_slots(plan, num_gpus, room)
+    slots = core_seats(plan, new.tp, num_gpus, room)
+    if slots is None:
+        num_there = len(everywhere(plan, room))
+        why = f"and the run has {num_there} GPUs"
+        if num_gpus <= num_there:
+            why = f"and node boundaries leave no room for groups of {new.tp}"
+        raise InfeasiblePlanError(f"train_gpus {num_gpus}, {why}")
     nodes = tuple(node for node, _ in slots)
     one_node = len(set(nodes)) == 1
     return msgspec.structs.replace(
@@ -95,20 +99,3 @@ def _core(plan: Plan, order: PlanOrder, room: Room) -> TrainPlacement:
         node=nodes[0],
         nodes=() if one_node else nodes,
     )
-
-
-def _core_slots(plan: Plan, num_gpus: int, room: Room) -> list[Slot]:
-    """Those that it has, then of its own node first: idle ones, and those of the last instances."""
-    train = plan.train
-    own = [(train.node_of_rank(rank), slot) for rank, slot in enumerate(train.slots)]
-    serving = {(it.node, slot) for it in plan.instances for slot in it.slots}
-    idle = sorted(_everywhere(plan, room) - serving - set(own))
-    others = [*idle, *sorted(serving, reverse=True)]
-    slots = (own + sorted(others, key=lambda it: it[0] != train.node))[:num_gpus]
-    if len(slots) < num_gpus:
-        raise InfeasiblePlanError(f"train_gpus {num_gpus}, and the run has {len(slots)} GPUs")
-    return slots
-
-
-def _everywhere(plan: Plan, room: Room) -> set[Slot]:
-    return {*room.slots(), *slots_of(plan)} - room.lost

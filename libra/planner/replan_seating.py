@@ -1,14 +1,14 @@
 """Which slots a changed plan uses: the core stays where it is, and so does all that can."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count
+from itertools import count, islice
 
 import msgspec
 
 from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
+from libra.planner.groups import seats_of_groups
 from libra.planner.matching import slots_of
-from libra.planner.placement import Slot
-from libra.planner.plan import HybridPlacement, InstancePlacement, Plan
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, Slot
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,14 +19,37 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
 
     gpus_per_node: int
     lost: frozenset[Slot] = frozenset()
-    """Held by processes that do not end."""
+    """Held by processes that do not end, or of nodes that are away."""
+
+    crosses_nodes: bool = False
+    """A tensor-parallel group of the trainer may lie on several nodes."""
 
     def slots(self) -> Iterator[Slot]:
-        """Those that are not lost."""
-        for index in range(self.num_gpus + len(self.lost)):
-            node, slot = divmod(index, self.gpus_per_node)
-            if (node, slot) not in self.lost:
-                yield NodeRank(node), SlotId(slot)
+        """Those that are not lost: from the first node on, as many as there may be in use."""
+        every = (
+            (NodeRank(k // self.gpus_per_node), SlotId(k % self.gpus_per_node)) for k in count()
+        )
+        yield from islice((slot for slot in every if slot not in self.lost), self.num_gpus)
+
+
+def core_seats(plan: Plan, tp: int, num_gpus: int, room: Room) -> tuple[Slot, ...] | None:
+    """Slots in rank order for another core: those that `plan` gives to its own go first.
+
+    Then idle ones, and those of the last instances, of the core's first node before others. None
+    when there are not so many for whole groups of `tp`.
+    """
+    train = plan.train
+    own = [(train.node_of_rank(rank), slot) for rank, slot in enumerate(train.slots)]
+    own = [slot for slot in own if slot not in room.lost]
+    serving = {(it.node, slot) for it in plan.instances for slot in it.slots} - room.lost
+    idle = sorted(everywhere(plan, room) - serving - set(own))
+    others = sorted([*idle, *sorted(serving, reverse=True)], key=lambda it: it[0] != train.node)
+    return seats_of_groups(tp, num_gpus, own + others, crosses_nodes=room.crosses_nodes)
+
+
+def everywhere(plan: Plan, room: Room) -> set[Slot]:
+    """Of the room, and what `plan` uses beyond it: where something is, it may stay."""
+    return {*room.slots(), *slots_of(plan)} - room.lost
 
 
 def seated(
@@ -58,9 +81,8 @@ class _Seats:
     def __init__(self, plan: Plan, room: Room) -> None:
         self._plan = plan
         core = {(plan.train.node_of_rank(k), slot) for k, slot in enumerate(plan.train.slots)}
-        # A change may have put something on a spare slot: where it is, it may stay.
-        everywhere = {*room.slots(), *slots_of(plan)} - room.lost
-        self._free = sorted(slot for slot in everywhere if slot not in core)
+        self._free = sorted(slot for slot in everywhere(plan, room) if slot not in core)
+        self._crosses_nodes = room.crosses_nodes
 
     def hybrids(self, num_replicas: int, replica_gpus: int) -> tuple[HybridPlacement, ...]:
         kept = self._plan.hybrids[:num_replicas]
@@ -75,15 +97,24 @@ class _Seats:
         return (*kept, *added)
 
     def _new_hybrid(self, replica_id: ReplicaId, num_gpus: int) -> HybridPlacement:
-        """On the last node that holds it, beside the core; else on the last slots of all."""
+        """On the last node that holds it, beside the core; else on the last slots of all.
+
+        Groups of tensor parallelism stay inside a node.
+        """
         used = {(i.node, slot) for i in self._plan.instances for slot in i.slots}
         idle_last = sorted(self._free, key=lambda slot: (slot not in used, slot))
         nodes = sorted({node for node, _ in self._free}, reverse=True)
-        on_one = ([s for s in idle_last if s[0] == node][-num_gpus:] for node in nodes)
-        slots = next((s for s in on_one if len(s) == num_gpus), self._free[-num_gpus:])
-        if len(slots) < num_gpus:
+        on_one = [[s for s in reversed(idle_last) if s[0] == node] for node in nodes]
+        tries = (
+            seats_of_groups(
+                self._plan.train.tp, num_gpus, chosen, crosses_nodes=self._crosses_nodes
+            )
+            for chosen in (*on_one, self._free[::-1])
+        )
+        found = next((seats for seats in tries if seats is not None), None)
+        if found is None:
             raise _NoRoomError
-        slots = sorted(slots)
+        slots = sorted(found)
         self._take(slots)
         one_node = len({node for node, _ in slots}) == 1
         return HybridPlacement(

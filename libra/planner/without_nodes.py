@@ -4,6 +4,7 @@ The answer depends on the plan of the whole run and on what is gone, never on wh
 so a run that lost two nodes and got one back is where it would be if it had lost only the other.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeAlias
 
@@ -14,8 +15,8 @@ from libra.ids import InstanceId, NodeRank
 from libra.planner.calibration import Calibration
 from libra.planner.cost_models import cost_models
 from libra.planner.demand import prior_demand
-from libra.planner.placement import Slot
-from libra.planner.plan import InstancePlacement, Plan, TrainPlacement
+from libra.planner.groups import seats_of_groups
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, Slot, TrainPlacement
 from libra.planner.pricing import layout_of, train_work
 from libra.planner.train_layout import TrainLayout
 from libra.planner.train_search import TrainSearch
@@ -51,7 +52,9 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """What a smaller plan has to respect."""
 
     min_rollout_gpus: int
-    layouts: Layouts
+    layouts: Callable[[TrainPlacement], Layouts]
+    """Of a core in the place of this one."""
+
     why_not: Callable[[Plan], str]
     """What keeps the run from a plan; empty when nothing does."""
 
@@ -62,15 +65,18 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 def plan_without(home: Plan, gone: Gone, terms: Terms) -> Plan | Lack:
     """`home` on what is left: instances keep name and slots, a core that lost a slot is cut anew.
 
-    The core takes slots of instances, those of the last ones first, only where nothing fits
+    Without replicas: those of a core that goes on are there or are not, and others end. The core
+    takes their slots, and those of instances, of the last ones first, only where nothing fits
     beside them, and leaves `min_rollout_gpus`.
     """
+    lent = [slot for it in home.hybrids for slot in _slots_of(it) if not gone.has((slot,))]
+    home = msgspec.structs.replace(home, hybrids=())
     kept = [it for it in home.instances if not gone.has(_slots_of(it))]
     kept = [it for it in kept if it.instance_id not in gone.instances]
     core = list(zip(_nodes_of(home.train), home.train.slots, strict=True))
     if not gone.has(core):
         return msgspec.structs.replace(home, instances=tuple(kept))
-    free = [slot for slot in core if not gone.has((slot,))]
+    free = [slot for slot in core if not gone.has((slot,))] + lent
     first_reason = ""
     while True:
         found = _with_core(home, kept, free, terms)
@@ -81,6 +87,11 @@ def plan_without(home: Plan, gone: Gone, terms: Terms) -> Plan | Lack:
         if not kept or num_left < terms.min_rollout_gpus:
             return Lack(first_reason)
         free += _slots_of(kept.pop())
+
+
+def is_same(one: Plan, other: Plan) -> bool:
+    """Whether the same core trains and the same servers serve; replicas come and go."""
+    return one.train == other.train and set(one.instances) == set(other.instances)
 
 
 def smaller_dp(train: TrainPlacement, *, micro_batch_size: int) -> Layouts:
@@ -121,7 +132,7 @@ def _with_core(
     home: Plan, kept: Sequence[InstancePlacement], free: Sequence[Slot], terms: Terms
 ) -> Plan | Lack:
     reason = f"no layout of the trainer fits on {len(free)} GPUs"
-    for layout in terms.layouts(len(free)):
+    for layout in terms.layouts(home.train)(len(free)):
         seats = _seats(layout, free, crosses_nodes=terms.crosses_nodes)
         if seats is None:
             reason = f"{layout} finds no nodes with {layout.tp} free GPUs for each of its groups"
@@ -139,20 +150,10 @@ def _seats(
     layout: TrainLayout, free: Sequence[Slot], *, crosses_nodes: bool
 ) -> tuple[Slot, ...] | None:
     """Slots in rank order, whole TP groups in as few nodes as possible."""
-    by_node: dict[NodeRank, list[Slot]] = {}
-    for slot in free:
-        by_node.setdefault(slot[0], []).append(slot)
-    num_groups = layout.num_gpus // layout.tp
-    chosen: dict[NodeRank, list[Slot]] = {}
-    for node, slots in sorted(by_node.items(), key=lambda it: (-len(it[1]), it[0])):
-        taken = min(num_groups, len(slots) // layout.tp)
-        num_groups -= taken
-        chosen[node] = slots[: taken * layout.tp]
-    if not num_groups:
-        return tuple(slot for node in sorted(chosen) for slot in chosen[node])
-    if crosses_nodes and layout.num_gpus <= len(free):
-        return tuple(sorted(free[: layout.num_gpus]))
-    return None
+    count = Counter(node for node, _ in free)
+    fullest_first = sorted(free, key=lambda slot: (-count[slot[0]], slot[0]))
+    found = seats_of_groups(layout.tp, layout.num_gpus, fullest_first, crosses_nodes=crosses_nodes)
+    return None if found is None else tuple(sorted(found, key=lambda slot: slot[0]))
 
 
 def _placed(layout: TrainLayout, seats: Sequence[Slot]) -> TrainPlacement:
@@ -174,5 +175,8 @@ def _nodes_of(train: TrainPlacement) -> tuple[NodeRank, ...]:
     return train.nodes or (train.node,) * len(train.slots)
 
 
-def _slots_of(instance: InstancePlacement) -> list[Slot]:
-    return [(instance.node, slot) for slot in instance.slots]
+def _slots_of(placement: InstancePlacement | HybridPlacement) -> list[Slot]:
+    nodes = (placement.node,) * len(placement.slots)
+    if isinstance(placement, HybridPlacement) and placement.nodes:
+        nodes = placement.nodes
+    return list(zip(nodes, placement.slots, strict=True))

@@ -13,13 +13,12 @@ from collections.abc import Iterator
 import msgspec
 
 from libra.ids import InstanceId
-from libra.planner.plan import HybridPlacement, InstancePlacement, Plan
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, Slot
 from libra.pools.ground import (
     ENDING,
     WITHOUT_DEVICE,
     Ground,
     Server,
-    Slot,
     Stage,
     core_slots,
     hybrid_slots,

@@ -6,12 +6,12 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from libra.config.planning import PlannerConfig
-from libra.ids import SlotId
+from libra.ids import NodeRank, SlotId
 from libra.planner.lending import fewest_rollout_gpus, serves_nothing
 from libra.planner.matching import matched, slots_of
-from libra.planner.plan import InstancePlacement, Plan
+from libra.planner.plan import InstancePlacement, Plan, Slot, slots_in_words
 from libra.pools.change_order import Rules, Stuck, transitions
-from libra.pools.ground import Ground, Slot, core_slots, server_slots
+from libra.pools.ground import Ground, core_slots, server_slots
 from libra.pools.transition import Transition, in_words
 
 Strategy: TypeAlias = Literal["diff", "restart_all", "blue_green", "prewarm", "cluster_swap"]
@@ -50,9 +50,21 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """What rollout keeps of its GPUs while there are hybrid replicas; 0: they may borrow all."""
 
     num_slots: int
-    """Devices that the run may use, from slot 0."""
+    """Devices of this node that the run may use, from slot 0."""
+
+    num_slots_elsewhere: tuple[int, ...] = ()
+    """The same of the other nodes, from node 1."""
 
     timeout_s: float
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Of all nodes."""
+        return tuple(
+            (NodeRank(node), SlotId(slot))
+            for node, count in enumerate((self.num_slots, *self.num_slots_elsewhere))
+            for slot in range(count)
+        )
 
     def rules(self, wanted: Plan) -> Rules:
         return Rules(
@@ -69,7 +81,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def policy_of(planner: PlannerConfig, *, num_slots: int) -> Policy:
+def policy_of(
+    planner: PlannerConfig, *, num_slots: int, num_slots_elsewhere: tuple[int, ...] = ()
+) -> Policy:
     return Policy(
         is_enabled=planner.runtime_dynamic_reconfiguration_enabled,
         manages_rollout=planner.runtime_manage_rollout_processes,
@@ -83,6 +97,7 @@ def policy_of(planner: PlannerConfig, *, num_slots: int) -> Policy:
         min_rollout_gpus=planner.min_rollout_gpus,
         min_hybrid_rollout_gpus=planner.elastic_hybrid_min_rollout_gpus,
         num_slots=num_slots,
+        num_slots_elsewhere=num_slots_elsewhere,
         timeout_s=planner.runtime_reconfigure_timeout_s,
     )
 
@@ -100,8 +115,8 @@ def matched_by(
 
     `lost`: slots that nobody may use again; `asleep`: servers that wait for theirs.
     """
-    held = {slot for _, slot in (*slots_of(old), *lost)}
-    spare = [SlotId(slot) for slot in range(policy.num_slots) if slot not in held]
+    held = {*slots_of(old), *lost}
+    spare = [slot for slot in policy.slots if slot not in held]
     return matched(
         old,
         wanted,
@@ -125,7 +140,7 @@ def judged(policy: Policy, ground: Ground, old: Plan, wanted: Plan) -> Judgement
     if why := devices_missing(policy, wanted):
         return Refusal(why)
     if lost := sorted(set(slots_of(wanted)) & ground.lost):
-        return Refusal(f"slot {lost[0][1]} is held by a process that does not end")
+        return Refusal(f"slot {slots_in_words(lost[:1])} is held by a process that does not end")
     both = {it.instance_id for it in old.instances} & {it.instance_id for it in wanted.instances}
     rules = msgspec.structs.replace(policy.rules(wanted), untouched=frozenset(both))
     listed = transitions(ground, wanted, rules)
@@ -139,9 +154,10 @@ def judged(policy: Policy, ground: Ground, old: Plan, wanted: Plan) -> Judgement
 
 def devices_missing(policy: Policy, wanted: Plan) -> str:
     """In words that the plan needs devices that are not there; empty when it does not."""
-    if all(slot < policy.num_slots for _, slot in slots_of(wanted)):
+    used, there = set(slots_of(wanted)), policy.slots
+    if used <= set(there):
         return ""
-    return f"the plan uses more than the {policy.num_slots} devices there are"
+    return f"the plan uses more than the {len(there)} devices there are"
 
 
 def _forbidden(policy: Policy, old: Plan, wanted: Plan) -> str:
@@ -152,10 +168,9 @@ def _forbidden(policy: Policy, old: Plan, wanted: Plan) -> str:
     if _changes_training(old, wanted) and not (policy.changes_training or policy.is_plan_only):
         return "the training side would change, and runtime_reconfigure_training is false"
     if not policy.swaps and (crossing := _crossing(old, wanted)):
-        slots = ", ".join(map(str, crossing))
         return (
-            f"slots {slots} would change sides between the core and rollout, and "
-            "runtime_cluster_swap_enabled is false"
+            f"slots {slots_in_words(crossing)} would change sides between the core and rollout, "
+            "and runtime_cluster_swap_enabled is false"
         )
     return ""
 
@@ -176,12 +191,12 @@ def _changes_training(old: Plan, wanted: Plan) -> bool:
     return old.train != wanted.train or old.hybrids != wanted.hybrids
 
 
-def _crossing(old: Plan, wanted: Plan) -> list[SlotId]:
+def _crossing(old: Plan, wanted: Plan) -> list[Slot]:
     """Slots that the core takes from rollout or gives to it."""
 
-    def serving(plan: Plan) -> set[tuple[int, int]]:
+    def serving(plan: Plan) -> set[Slot]:
         return {slot for it in plan.instances for slot in server_slots(it)}
 
     taken = core_slots(wanted.train) & serving(old)
     given = core_slots(old.train) & serving(wanted)
-    return sorted(slot for _, slot in taken | given)
+    return sorted(taken | given)

@@ -8,10 +8,8 @@ from typing import Literal
 import msgspec
 
 from libra.errors import InvariantError
-from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
-from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, TrainPlacement
-
-Slot = tuple[NodeRank, SlotId]
+from libra.ids import InstanceId, ReplicaId
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, Slot, TrainPlacement
 
 
 class Stage(Enum):

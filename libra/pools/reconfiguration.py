@@ -148,7 +148,7 @@ class Reconfiguration:
         return self._advance(now)
 
     def on_unkillable(self, instance_id: InstanceId, *, now: float) -> tuple[Transition, ...]:
-        """It does not end: whatever needs its slots cannot be."""
+        """It does not end: whatever needs the slots that it has cannot be."""
         server = self.ground.find(instance_id)
         if server is None:
             return ()
@@ -179,6 +179,14 @@ class Reconfiguration:
         if self.ground.is_hold_wanted and not self.ground.is_held:
             self.ground = msgspec.structs.replace(self.ground, is_held=True)
             self._held_since = now
+        return self._advance(now)
+
+    def on_step_going(self, *, now: float) -> tuple[Transition, ...]:
+        """The trainer does not stand: a gang that was starting has gone on to its next boundary."""
+        if not self.ground.is_held or self.ground.reshaping is not None:
+            return ()
+        self._note_release(now)
+        self.ground = msgspec.structs.replace(self.ground, is_held=False)
         return self._advance(now)
 
     def on_training_ready(self, *, now: float) -> tuple[Transition, ...]:
@@ -222,6 +230,10 @@ class Reconfiguration:
         if was_new and not self.order.is_turned and self.result is None:
             return self._failed(f"{replica_id} was lost: {reason}", now)
         return self._advance(now)
+
+    def excuse(self, *, now: float) -> None:
+        """Nobody can be late now: a node that the change needs is away."""
+        self._current_since = now
 
     def on_starved(self, reason: str, *, now: float) -> tuple[Transition, ...]:
         """The run needs a server at once, and the plan wanted has none."""

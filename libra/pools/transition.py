@@ -8,7 +8,12 @@ from typing import TypeAlias, assert_never
 import msgspec
 
 from libra.ids import InstanceId, ReplicaId
-from libra.planner.plan import HybridPlacement, InstancePlacement, TrainPlacement
+from libra.planner.plan import (
+    HybridPlacement,
+    InstancePlacement,
+    TrainPlacement,
+    slots_in_words,
+)
 from libra.pools.ground import WITHOUT_DEVICE, Ground, Stage
 
 
@@ -268,10 +273,11 @@ def in_words(transition: Transition) -> str:  # noqa: C901, PLR0911, PLR0912 - a
         case HoldStep():
             return "hold the trainer at a step boundary"
         case ReshapeTraining(placement):
-            slots = ", ".join(map(str, placement.slots))
+            ranks = enumerate(placement.slots)
+            where = slots_in_words((placement.node_of_rank(rank), slot) for rank, slot in ranks)
             return (
                 f"start the trainer as TP {placement.tp}, PP {placement.pp}, CP {placement.cp}, "
-                f"DP {placement.dp} on slots {slots}"
+                f"DP {placement.dp} on slots {where}"
             )
         case AttachHybrid(placements):
             return f"attach {', '.join(it.replica_id for it in placements)}"
@@ -285,5 +291,7 @@ def in_words(transition: Transition) -> str:  # noqa: C901, PLR0911, PLR0912 - a
 
 def _placed(placements: tuple[InstancePlacement, ...]) -> str:
     return ", ".join(
-        f"{it.instance_id} (TP {it.tp}, slots {'+'.join(map(str, it.slots))})" for it in placements
+        f"{it.instance_id} (TP {it.tp}, slots {'+'.join(map(str, it.slots))}"
+        f"{f' of node {it.node}' if it.node else ''})"
+        for it in placements
     )

@@ -1,7 +1,8 @@
 """Phase traces: what each process did when, one JSON line per span, appended as it happens.
 
 Schema `libra.phase_trace`, version 1. A file `phase_trace_rank<N>.jsonl` (the control plane's is
-`phase_trace_control.jsonl`) holds, for each start of the process, one header and then its spans:
+`phase_trace_control.jsonl`, on a node that does not lead `phase_trace_node<N>.jsonl`) holds, for
+each start of the process, one header and then its spans:
 
     {"schema":"libra.phase_trace","version":1,"run_id":"r","rank":0,"role":"trainer","attempt":1,
      "host":"h","pid":7,"started_at_ns":1700000000000000000}
@@ -238,6 +239,11 @@ class SpanWriter:
 def rotated_path(path: Path, number: int) -> Path:
     """Where a full file goes; 1 is the newest."""
     return path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+
+def node_trace_path(directory: Path, node: int) -> Path:
+    """The file of what a node that does not lead says of its requests."""
+    return directory / f"phase_trace_node{node}.jsonl"
 
 
 def trace_path(directory: Path, rank: int) -> Path:

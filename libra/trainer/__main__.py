@@ -32,6 +32,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     parser.add_argument("--config", type=Path, required=True, help="config.resolved.json")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--restore", type=Path, help="directory of a complete checkpoint")
+    parser.add_argument("--probe", action="store_true", help="probe, whatever is restored")
     parser.add_argument("--replica", default="", help="name of the hybrid replica, if it is one")
     parser.add_argument("--waits", action="store_true", help="use no device before TakeDevice")
     options = parser.parse_args(arguments)
@@ -63,6 +64,7 @@ def _run(
         attempt=int(environment["LIBRA_ATTEMPT"]),
         sizes=sizes,
         at=at,
+        gang=environment["LIBRA_GANG"],
         host=environment.get("LIBRA_RANK_0_HOST", LOOPBACK),
     )
     link.send_output(hello(identity, world_size=world_size))
@@ -88,7 +90,17 @@ def _run(
             return
     spans = _span_writer(config, options, identity)
     is_replica = bool(options.replica)
-    run_rank(config, identity, link, spans, restore=options.restore, is_replica=is_replica)
+    probing = config.global_resource_planner.memory_budget_dry_run_enabled
+    run_rank(
+        config,
+        identity,
+        link,
+        spans,
+        restore=options.restore,
+        is_replica=is_replica,
+        # What is restored was trained with this layout before, unless the layout was forced.
+        probes=options.probe or (probing and options.restore is None),
+    )
     spans.close()
     leave_world()
 

@@ -1,7 +1,6 @@
 """The core's side of a step with hybrid replicas: receive, vote, add, reduce, give back."""
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from libra import clock
@@ -11,7 +10,6 @@ from libra.hybrid.channel import Beat
 from libra.hybrid.fault import Ballot, Fault, verdicts, votes
 from libra.hybrid.head import Contribution, LaneHead
 from libra.hybrid.header import Fence, run_hash
-from libra.hybrid.proof import read_key
 from libra.hybrid.terms import LaneTerms
 from libra.ids import ReplicaId
 from libra.trainer.exchange import Moment, Outcome, Stepped
@@ -69,10 +67,10 @@ class CoreExchange:
             )
             self._head = LaneHead(
                 terms,
-                key=read_key(Path(command.key_path)),
+                key=command.key,
                 lane=lane,
                 layout_hash=gradients.layout_hash,
-                host=command.host,
+                host=command.hosts[at.rank] if command.hosts else "",
             )
         unix, tcp = self._head.unix_address, self._head.tcp_address
         return LaneOpened(rank=at.rank, lane=lane, unix=unix, tcp=tcp)

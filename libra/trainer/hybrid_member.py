@@ -5,7 +5,6 @@ numbers as the core, so that no rank of it ever waits for another but in its own
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from libra import clock
 from libra.config.run import RunConfig
@@ -13,7 +12,6 @@ from libra.errors import InvariantError, PeerError
 from libra.hybrid.address import LaneHello
 from libra.hybrid.header import Fence, run_hash
 from libra.hybrid.member import MemberLane
-from libra.hybrid.proof import read_key
 from libra.hybrid.streams import num_streams_for
 from libra.trainer.batch import MicroBatch
 from libra.trainer.exchange import Stepped
@@ -53,7 +51,7 @@ class MemberLearner(Learner):
         rank = self._world.at.rank
         self._lane = MemberLane(
             command.lanes[rank],
-            key=read_key(Path(command.key_path)),
+            key=command.key,
             run_hash=run_hash(command.run_id),
             hello=LaneHello(
                 replica_id=command.replica_id,

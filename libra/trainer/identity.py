@@ -20,6 +20,9 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     sizes: ParallelSizes
     at: Coordinates
+    gang: str
+    """The child of the supervisor that it belongs to."""
+
     host: str = LOOPBACK
     """Where servers reach rank 0, which sends them weights."""
 
@@ -43,4 +46,5 @@ def hello(identity: RankIdentity, *, world_size: int) -> Hello:
         ep_rank=at.expert,
         pid=os.getpid(),
         start_ticks=start_ticks,
+        gang=identity.gang,
     )

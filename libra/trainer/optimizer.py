@@ -30,6 +30,8 @@ def build_optimizer(model: Any, config: RunConfig) -> Any:
         params_dtype=dtype,
         use_distributed_optimizer=megatron.megatron_use_distributed_optimizer,
         use_precision_aware_optimizer=megatron.megatron_use_precision_aware_optimizer,
+        # The low halves of the main weights alone would be saved as if they were the weights.
+        store_param_remainders=False,
         optimizer_cpu_offload=megatron.megatron_optimizer_cpu_offload,
         optimizer_offload_fraction=megatron.megatron_optimizer_offload_fraction,
     )

@@ -51,7 +51,7 @@ HEARTBEAT_EVERY_S = 0.25
 """Shortest time between two heartbeats of one phase: micro-batches may take a millisecond."""
 
 
-def run_rank(
+def run_rank(  # noqa: PLR0913 - what a rank is started with
     config: RunConfig,
     identity: RankIdentity,
     link: Link,
@@ -59,8 +59,9 @@ def run_rank(
     *,
     restore: Path | None,
     is_replica: bool = False,
+    probes: bool = False,
 ) -> None:
-    """Build the trainer and serve commands until Shutdown."""
+    """Build the trainer and serve commands until Shutdown; `probes`: after a recompute probe."""
     pulse = Pulse(link, identity.at.rank)
     began_at = clock.monotonic()
     with spans.span(Phase.BUILD_MODEL):
@@ -69,7 +70,7 @@ def run_rank(
         pulse.beat(0, "restore")
         with spans.span(Phase.RESTORE, directory=str(restore)):
             restore_checkpoint(trainer, restore)
-    if config.global_resource_planner.memory_budget_dry_run_enabled and restore is None:
+    if probes:
         pulse.beat(0, "dry run")
         with spans.span(Phase.RECOMPUTE_PROBE):
             probed = probe_recompute(trainer)
@@ -239,7 +240,7 @@ def _obey_as_replica(
 
     rank, learner = trainer.world.at.rank, trainer.learner
     if not isinstance(learner, MemberLearner):
-        raise InvariantError(f"the core was told what only a replica is: {command}")
+        raise InvariantError(f"the core was told what only a replica is: {type(command).__name__}")
     if isinstance(command, FollowStep):
         with spans.span(Phase.GRPO_UPDATE, step=command.step, follows=True):
             learner.follow(command)

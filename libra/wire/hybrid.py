@@ -40,14 +40,14 @@ class OpenLanes(msgspec.Struct, frozen=True, tag=True):
     """To the core: every head listens and answers with LaneOpened; a second one changes nothing."""
 
     run_id: RunId
-    key_path: str
-    """A file of 32 bytes, mode 0600."""
+    key: bytes
+    """The secret of the run's lanes."""
 
     replica_size: int
     """Ranks of one hybrid replica, which is as many lanes."""
 
-    host: str = ""
-    """An address of this node to listen on besides; empty: members are on this node."""
+    hosts: tuple[str, ...] = ()
+    """By rank: an address of its node to listen on besides. Empty: members are on this node."""
 
 
 class JoinCore(msgspec.Struct, frozen=True, tag=True):
@@ -55,7 +55,7 @@ class JoinCore(msgspec.Struct, frozen=True, tag=True):
 
     run_id: RunId
     replica_id: ReplicaId
-    key_path: str
+    key: bytes
     lanes: tuple[LaneAddress, ...]
     """By the replica's rank."""
 

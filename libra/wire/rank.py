@@ -167,6 +167,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     start_ticks: int
     """Field 22 of /proc/self/stat: with pid and boot id it proves identity."""
 
+    gang: str = "trainer"
+    """Of which ranks it is one: the core's or a hybrid replica's, by name of the child."""
+
 
 class RankWarm(msgspec.Struct, frozen=True, tag=True):
     """A rank that was started before its device is free needs it now: it waits for TakeDevice."""

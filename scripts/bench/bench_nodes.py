@@ -2,6 +2,10 @@
 """The leader's end of its links at 2, 8, 64 and 512 followers, as JSON. About 3 minutes.
 
     scripts/bench/bench_nodes.py [--followers 2,8,64,512] [--seconds 10] [--lease 5]
+    scripts/bench/bench_nodes.py --tokens 1000 [--followers 2,8] [--seconds 10]
+
+With --tokens followers make trajectories of that length as fast as they can, and nothing else is
+measured: bytes and the leader's CPU for each.
 
 The protocol and the sockets are real; the followers' children are fake. All followers are one other
 process. Each has eight ranks that say one thing a second, as a rank between two micro-batches
@@ -21,6 +25,7 @@ import platform
 import subprocess
 import sys
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -35,11 +40,13 @@ import anyio.abc  # noqa: E402
 import msgspec  # noqa: E402
 import structlog  # noqa: E402
 from nodes_bed import HOST, FakeServer, clients_of, losses, publications  # noqa: E402
+from nodes_trajectories import FINGERPRINTS, Rollouts, make  # noqa: E402
 
 from libra import clock  # noqa: E402
 from libra.ids import ChildId, Incarnation, NodeRank, RunId  # noqa: E402
 from libra.wire import node as wire  # noqa: E402
 from libra.wire.node import PROTOCOL, Hello, NodeCommand, Welcome  # noqa: E402
+from libra.wire.node_rollouts import CanMake, MakeSamples, TakePart  # noqa: E402
 from libra.wire.rank import Heartbeat  # noqa: E402
 from libra_supervisor.nodes.allegiance import Allegiance  # noqa: E402
 from libra_supervisor.nodes.follower import FollowerEnd  # noqa: E402
@@ -61,8 +68,14 @@ class FakeHands:
 
     end: FollowerEnd
 
-    def __init__(self, server: FakeServer) -> None:
+    def __init__(
+        self, server: FakeServer, tasks: anyio.abc.TaskGroup, num_tokens: int, rng: Random
+    ) -> None:
+        """`num_tokens` of the trajectories that it makes."""
         self._server = server
+        self._tasks = tasks
+        self._num_tokens = num_tokens
+        self._rng = rng
 
     def children(self) -> tuple[ChildId, ...]:
         return ()
@@ -78,6 +91,10 @@ class FakeHands:
                 self.end.say(wire.PortHeld(call, self._server.port))
             case wire.ReadWeights(call):
                 self.end.say(wire.WeightsRead(call, None))
+            case TakePart():
+                self.end.say(CanMake(FINGERPRINTS))
+            case MakeSamples():
+                self._tasks.start_soon(make, command, self.end, self._num_tokens, self._rng)
             case _:
                 pass
 
@@ -88,37 +105,37 @@ class FakeHands:
         pass
 
 
-async def one_follower(number: int, port: int, lease_s: float) -> None:
+async def one_follower(number: int, port: int, lease_s: float, num_tokens: int) -> None:
     about = Hello(
         protocol=PROTOCOL, version="bench", config_digest="d", run_id="", node=NodeRank(number),
         host="h", boot_id=str(number), pid=1, start_ticks=1, dial=0,
     )  # fmt: skip
     terms = LeaseTerms(lease_s=lease_s, orphan_grace_s=0.0)
     server = FakeServer(number)
-    hands = FakeHands(server)
     side = Allegiance(about, terms, KeepLimits(), now=clock.now())
-    hands.end = FollowerEnd(
-        side, hands, dial=lambda: dialled(HOST, port, token=TOKEN), rng=Random(number)
-    )
     rng = Random(number)
     beat = msgspec.msgpack.encode(Heartbeat(0, 1, "forward"))
 
     async def speak() -> None:
-        while True:
+        while not num_tokens:
             await clock.sleep(rng.uniform(0.5, 1.5) / NUM_RANKS)
             hands.end.say(wire.FromRank(1, beat))
 
     async with anyio.create_task_group() as tasks:
+        hands = FakeHands(server, tasks, num_tokens, rng)
+        hands.end = FollowerEnd(
+            side, hands, dial=lambda: dialled(HOST, port, token=TOKEN), rng=Random(number)
+        )
         tasks.start_soon(server.run)
         tasks.start_soon(speak)
         await hands.end.run()
 
 
-async def followers(first: int, last: int, port: int, lease_s: float) -> None:
+async def followers(first: int, last: int, port: int, lease_s: float, num_tokens: int) -> None:
     """Many in one process; they end with it, without a word."""
     async with anyio.create_task_group() as tasks:
         for number in range(first, last + 1):
-            tasks.start_soon(one_follower, number, port, lease_s)
+            tasks.start_soon(one_follower, number, port, lease_s, num_tokens)
             await clock.sleep(0.002)
 
 
@@ -166,8 +183,10 @@ class Leader:
             self.num_told += 2
 
 
-def started(first: int, last: int, port: int, lease_s: float) -> "subprocess.Popen[bytes]":
-    words = [str(it) for it in (first, last, port, lease_s)]
+def started(
+    first: int, last: int, port: int, lease_s: float, num_tokens: int = 0
+) -> "subprocess.Popen[bytes]":
+    words = [str(it) for it in (first, last, port, lease_s, num_tokens)]
     return subprocess.Popen([sys.executable, __file__, "--as-followers", *words])
 
 
@@ -198,6 +217,26 @@ async def measured(count: int, seconds: float, lease_s: float) -> dict[str, Any]
                 process.kill()
                 process.wait()
     return {"followers": count, **result}
+
+
+async def trajectories(
+    count: int, seconds: float, lease_s: float, num_tokens: int
+) -> dict[str, Any]:
+    leader = Leader(count, lease_s)
+    async with node_listener(leader.end.serve, host=HOST, port=0, token=TOKEN) as port:
+        makers = started(1, count, port, lease_s, num_tokens)
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(leader.end.run)
+                await until_joined(leader)
+                rollouts = Rollouts(leader.nodes)
+                tasks.start_soon(rollouts.spread.run)
+                result = await rollouts.measured(seconds)
+                tasks.cancel_scope.cancel()
+        finally:
+            makers.kill()
+            makers.wait()
+    return {"followers": count, "tokens": num_tokens, **result}
 
 
 async def until_joined(leader: Leader) -> None:
@@ -239,19 +278,21 @@ def main() -> int:
     parser.add_argument("--followers", default="2,8,64,512")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--lease", type=float, default=5.0)
-    parser.add_argument("--as-followers", nargs=4)
+    parser.add_argument("--tokens", type=int, default=0)
+    parser.add_argument("--as-followers", nargs=5)
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     if options.as_followers:
-        first, last, port, lease_s = options.as_followers
+        first, last, port, lease_s, num_tokens = options.as_followers
         anyio.run(
-            followers, int(first), int(last), int(port), float(lease_s),
+            followers, int(first), int(last), int(port), float(lease_s), int(num_tokens),
             backend_options={"use_uvloop": True},
         )  # fmt: skip
         return 0
+    what = partial(trajectories, num_tokens=options.tokens) if options.tokens else measured
     results = [
         anyio.run(
-            measured, int(count), options.seconds, options.lease,
+            what, int(count), options.seconds, options.lease,
             backend_options={"use_uvloop": True},
         )
         for count in options.followers.split(",")

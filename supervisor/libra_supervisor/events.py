@@ -175,8 +175,8 @@ class ProbeJudged(msgspec.Struct, frozen=True, tag=True):
     """What follows from the recompute probe of `attempt`."""
 
     attempt: int
-    verdict: Literal["kept", "replaced", "impossible"]
-    """The plan holds; another one is ready; there is none."""
+    verdict: Literal["kept", "replaced", "impossible", "refused"]
+    """The plan holds; another one is ready; there is none; a forced layout does not fit."""
 
     message: str
 

@@ -47,8 +47,11 @@ class Replicas(Protocol):
 class Trainers(Protocol):
     """The gang's place and layout."""
 
-    def reshape(self, placement: TrainPlacement) -> None:
-        """End the gang and start another attempt as `placement`, at no cost to its budget."""
+    def reshape(self, placement: TrainPlacement, *, probes: bool) -> None:
+        """End the gang and start another attempt as `placement`, at no cost to its budget.
+
+        With `probes` its ranks run the recompute probe, whatever they restore.
+        """
 
 
 class Readers(Protocol):

@@ -108,7 +108,9 @@ def test_new_instances_go_to_slots_that_nobody_holds_first():
             for n in range(2)
         ),
     )
-    got = matched(old, wanted, next_number=7, spare=(SlotId(5), SlotId(6)))
+    got = matched(
+        old, wanted, next_number=7, spare=((NodeRank(0), SlotId(5)), (NodeRank(0), SlotId(6)))
+    )
     assert [(it.instance_id, it.slots) for it in got.instances] == [
         ("vllm-7", (5,)),
         ("vllm-8", (6,)),

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.ids import InstanceId, NodeRank, SlotId
+from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
 from libra.planner.calibration import book_of
 from libra.planner.matching import slots_of
-from libra.planner.placement import place
-from libra.planner.plan import Plan
+from libra.planner.placement import place, spread_over_nodes
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, TrainPlacement
 from libra.planner.search import plan as searched
 from libra.planner.train_layout import TrainLayout
 from libra.planner.without_nodes import (
@@ -39,7 +39,7 @@ def terms_of(home, *, min_rollout_gpus=1, divides=8) -> Terms:
 
     return Terms(
         min_rollout_gpus=min_rollout_gpus,
-        layouts=smaller_dp(home.train, micro_batch_size=1),
+        layouts=lambda train: smaller_dp(train, micro_batch_size=1),
         why_not=why_not,
     )
 
@@ -181,7 +181,7 @@ def test_the_planner_chooses_where_the_layout_was_its_own(lost):
     book = book_of(A100_80G, QWEN3_14B)
     terms = Terms(
         min_rollout_gpus=1,
-        layouts=fastest(config, home.train, book),
+        layouts=lambda train: fastest(config, train, book),
         why_not=lambda _: "",
     )
     found = plan_without(home, nodes(lost), terms)
@@ -211,3 +211,36 @@ def test_the_planner_s_layouts_keep_the_experts_and_the_fewest_gpus_of_training(
     assert not list(fastest(least, train, book)(15))
     # No layout of a model without experts spreads them over two ranks.
     assert not list(fastest(config, msgspec.structs.replace(train, ep=2), book)(24))
+
+
+def test_servers_of_others_stay_whatever_is_lost_and_have_no_slots_to_give():
+    theirs = tuple(
+        InstancePlacement(instance_id=InstanceId(f"vllm-{n}"), tp=1, slots=()) for n in range(2)
+    )
+    ranks = TrainPlacement(tp=1, pp=1, cp=1, ep=1, dp=4, slots=tuple(map(SlotId, range(4))))
+    given = Plan(strategy="configured", train=ranks, instances=theirs)
+    home = spread_over_nodes(given, gpus_per_node=2)
+    assert home is not None
+    assert (home.instances, home.train.nodes) == (theirs, (0, 0, 1, 1))
+    found = plan_without(home, nodes(1), terms_of(home))
+    assert isinstance(found, Plan)
+    assert (found.instances, found.train.dp) == (theirs, 2)
+    alone = msgspec.structs.replace(
+        home, train=msgspec.structs.replace(home.train, tp=2, dp=1, slots=(SlotId(0), SlotId(1)),
+                                            node=NodeRank(1), nodes=())
+    )  # fmt: skip
+    assert isinstance(plan_without(alone, nodes(1), terms_of(alone)), Lack)
+
+
+def test_a_core_that_lost_a_node_takes_the_slots_of_its_replicas_before_a_server_s():
+    home = home_of(dp=2, instances=(1,), per_node=2)
+    replica = HybridPlacement(replica_id=ReplicaId("hybrid-1"), slots=(SlotId(1),))
+    moved = TrainPlacement(
+        tp=1, pp=1, cp=1, ep=1, dp=2, slots=tuple(map(SlotId, (0, 1))), node=NodeRank(1)
+    )
+    home = msgspec.structs.replace(home, train=moved, hybrids=(replica,))
+    found = plan_without(home, nodes(1), terms_of(home, min_rollout_gpus=0))
+    assert isinstance(found, Plan)
+    assert (found.train.slots, found.train.node) == ((1,), 0)
+    assert found.instances == home.instances
+    assert found.hybrids == ()

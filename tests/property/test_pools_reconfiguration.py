@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from change_world import World, begun, driven, settled
-from libra.ids import InstanceId, ReplicaId, SlotId
+from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
 from libra.planner.matching import matched
 from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, TrainPlacement
 from libra.pools.change_order import Rules, Stuck, transitions
@@ -54,7 +54,7 @@ def changes(draw):
         old,
         drawn,
         next_number=100,
-        spare=tuple(map(SlotId, spare)),
+        spare=tuple((NodeRank(0), SlotId(slot)) for slot in spare),
         keeps_instances=strategy != "restart_all",
         asleep=asleep,
     )

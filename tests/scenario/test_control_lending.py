@@ -331,7 +331,7 @@ FAULTS = ["kill", "gang", "hang", "wait", "replica", "lend", "return", "drain", 
     strategy=st.sampled_from(["diff", "restart_all", "blue_green"]),
     eval_rows=st.sampled_from([0, 2]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_whatever_is_lent_and_whatever_dies_every_step_is_trained(
     seed, doings, batches, method, strategy, eval_rows
 ):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from libra.ids import InstanceId, NodeRank, SlotId
 from libra.planner.plan import Plan, TrainPlacement
 from libra.pools.member import MemberState
+from libra.wire.rank import RecomputeProbed
 from libra_supervisor import events
 from libra_supervisor.loop.cycle import Phase
 from node_world import (
@@ -309,6 +310,77 @@ def test_a_run_that_is_stopping_begins_no_change():
     world.run(rng)
     assert world.ended.exit_code == 0
     assert len(world.records) == 1
+
+
+def probed(world, rng):
+    """Every rank of the gang says what its pass took."""
+    num_before = len(world.judged)
+    for rank in range(world.train.world_size):
+        world.post(
+            events.RankSaid(
+                world.attempt, RecomputeProbed(rank=rank, before_bytes=1, peak_bytes=2, error="")
+            )
+        )
+    assert len(world.judged) == num_before + 1
+    return world.judged[-1]
+
+
+def probing():
+    """A run whose ranks were probed, and trained, before it lost node 2."""
+    world, rng = NodeWorld(num_probes=4, total_steps=14, min_rollout_gpus=2), Random(1)
+    world.boot()
+    assert probed(world, rng).forced is None
+    world.post(events.ProbeJudged(world.attempt, "kept", "it fits"))
+    world.until(rng, lambda: len(world.trained) > 1)
+    num_trained = len(world.trained)
+    lost(world, rng, TWO)
+    while world.step(rng):
+        pass
+    assert len(world.trained) == num_trained, "it trains before it has been probed"
+    return world, rng
+
+
+def test_a_layout_that_a_loss_forced_is_probed_before_it_trains_and_only_once():
+    world, rng = probing()
+    assert probed(world, rng).forced == world.records[0].plan.train
+    world.post(events.ProbeJudged(world.attempt, "kept", "it fits"))
+    num_trained = len(world.trained)
+    world.until(rng, lambda: len(world.trained) > num_trained)
+    world.lose_gang()
+    num_trained = len(world.trained)
+    world.until(rng, lambda: len(world.trained) > num_trained)
+    world.join(TWO)
+    world.pass_time(PATIENCE_S)
+    world.until(rng, lambda: world.control.plans.plan == HOME)
+    # Both layouts are known by now.
+    lost(world, rng, TWO)
+    num_trained = len(world.trained)
+    world.until(rng, lambda: len(world.trained) > num_trained)
+    world.run(rng)
+    assert world.ended.exit_code == 0
+    assert len(world.judged) == 2
+
+
+def test_a_forced_layout_that_does_not_fit_gives_way_to_another_or_the_node_is_waited_for():
+    world, rng = probing()
+    probed(world, rng)
+    world.post(events.ProbeJudged(world.attempt, "refused", "TP1 PP1 DP2: does not fit"))
+    world.until(rng, lambda: world.train.dp == 1)
+    while world.step(rng):
+        pass
+    assert probed(world, rng).forced.dp == 1
+    world.post(events.ProbeJudged(world.attempt, "refused", "TP1 PP1 DP1: does not fit"))
+    while world.step(rng):
+        pass
+    assert "did not fit its recompute probe" in world.control.nodes.note(TWO)
+    num_trained = len(world.trained)
+    world.join(TWO)
+    world.pass_time(PATIENCE_S)
+    world.until(rng, lambda: world.control.plans.plan == HOME)
+    world.until(rng, lambda: len(world.trained) > num_trained)
+    world.run(rng)
+    assert world.ended.exit_code == 0
+    assert {step for _, step, _ in world.trained} == set(range(1, 15))
 
 
 FAULTS = ["lose", "join", "kill", "gang", "time", "steps"]

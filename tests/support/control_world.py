@@ -214,7 +214,12 @@ class World:
         self._ids = [InstanceId(f"vllm-{k}") for k in range(num_instances)]
         if plans is not None:
             self._ids = [it.instance_id for it in plans.started_with.instances]
-        pool = RolloutPool([(i, 1) for i in self._ids], now=0.0)
+        node_of = (
+            {}
+            if plans is None
+            else {it.instance_id: it.node for it in plans.started_with.instances}
+        )
+        pool = RolloutPool([(i, 1) for i in self._ids], now=0.0, node_of=node_of)
         limits = BufferLimits(
             n_samples=2,
             batch_size=4,

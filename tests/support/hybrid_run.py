@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from libra.config.run import RunConfig
-from libra.hybrid.proof import write_key
+from libra.hybrid.proof import new_key
 from libra.ids import PolicyVersion, ReplicaId, RunId
 from libra.wire.hybrid import (
     CoreJoined,
@@ -65,7 +65,7 @@ class HybridRun:
         self._num_ranks = num_ranks
         self.replicas: dict[ReplicaId, FakeSupervisor] = {}
         self.core: FakeSupervisor
-        self._key = directory / "lanes.key"
+        self._key = new_key()
 
     def __enter__(self) -> Self:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -97,8 +97,8 @@ class HybridRun:
                     link.expect(ModelReady)
 
     def open_lanes(self) -> None:
-        write_key(self._key)
-        command = OpenLanes(RUN, str(self._key), self._replica_size, host="127.0.0.1")
+        hosts = ("127.0.0.1",) * self._num_ranks
+        command = OpenLanes(RUN, self._key, self._replica_size, hosts)
         self.core.send(command)
         self._lanes: dict[int, LaneOpened] = {}
         for rank, hello in self.core.hellos.items():
@@ -121,7 +121,7 @@ class HybridRun:
         lanes = [self._lanes[lane] for lane in range(self._replica_size)]
         addresses = tuple(it.tcp if over_tcp and it.tcp else it.unix for it in lanes)
         gang = self.replicas[replica_id]
-        gang.send(JoinCore(RUN, replica_id, str(self._key), addresses, str(snapshot)))
+        gang.send(JoinCore(RUN, replica_id, self._key, addresses, str(snapshot)))
         steps = {link.expect(CoreJoined).step for link in gang.links.values()}
         (step,) = steps
         return step

@@ -22,6 +22,7 @@ from sleepy_world import SleepyWorld
 
 DIRECTORY = "/run/hybrid"
 REPLICA_SIZE = 2
+KEY = bytes(32)
 
 
 class Replica:
@@ -48,7 +49,9 @@ class HybridWorld(SleepyWorld):
         self.hybrids = HybridDesk(
             HybridTerms(
                 run_id=RunId("run"),
+                key=KEY,
                 directory=DIRECTORY,
+                core=self.train,
                 replica_size=replica_size,
                 replica_data=1,
                 join_timeout_s=1000.0,
@@ -105,6 +108,7 @@ class HybridWorld(SleepyWorld):
         match replica.orders[0]:
             case JoinCore() as join:
                 assert join.snapshot in self.snapshots, "it loads what is not there"
+                assert join.key == KEY
                 assert join.lanes == self._lanes(), "lanes of another core"
                 assert self.lanes_attempt == self.attempt
                 replica.loads, replica.step = join.snapshot, int(join.snapshot[-6:])
@@ -165,7 +169,8 @@ class HybridWorld(SleepyWorld):
                 assert name not in self.stopped, "it has been told to leave"
                 if name in self.replicas:
                     self.replicas[name].orders.append(order)
-            case commands.TellRanks(attempt, OpenLanes(replica_size=size)):
+            case commands.TellRanks(attempt, OpenLanes(key=key, replica_size=size)):
+                assert key == KEY
                 assert (attempt, size) == (self.attempt, self.replica_size)
                 self.lanes_attempt = attempt
                 for lane, address in enumerate(self._lanes()):

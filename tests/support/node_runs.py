@@ -134,7 +134,10 @@ class NodeRun:
         return codes
 
     def call(self, *words):
-        command = [*self.program, *words, "--run-dir", str(self.run_dir)]
+        return self.call_bare(*words, "--run-dir", str(self.run_dir))
+
+    def call_bare(self, *words):
+        command = [*self.program, *words]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         return subprocess.run(command, capture_output=True, text=True, env=env)
 

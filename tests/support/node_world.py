@@ -20,6 +20,7 @@ from libra.pools.ground import core_slots, server_slots
 from libra_supervisor import events
 from libra_supervisor.loop.node_desk import NodeDesk, NodePolicy
 from libra_supervisor.loop.plan_desk import PlanDesk
+from libra_supervisor.loop.presence import Presence
 
 PATIENCE_S, FIRST_PATIENCE_S, RETRY_S, TIMEOUT_S = 30.0, 200.0, 100.0, 50.0
 
@@ -43,14 +44,18 @@ HOME = Plan(
 class NodeWorld(RandomWorld):
     def __init__(
         self, *, home=HOME, min_rollout_gpus=1, total_steps=8, batch_size=4,
-        patience_s=PATIENCE_S, **options,
+        patience_s=PATIENCE_S, waits=False, **options,
     ):  # fmt: skip
-        planner = msgspec.convert({"runtime_reconfigure_timeout_s": TIMEOUT_S}, PlannerConfig)
+        """`waits`: as with `node_loss_policy: wait`."""
+        self.followers = (NodeRank(1), NodeRank(2))
+        self.presence = Presence(self.followers)
+        self.there = {NodeRank(0)}
+        self.gang_waits = True
         config = RunConfig(
             model=ModelConfig(model_path="m"),
             training=TrainingConfig(batch_size=batch_size, micro_batch_size=1),
         )
-        plans = PlanDesk(home, policy_of(planner, num_slots=8), config=config)
+        plans = self.desk(home, config)
         super().__init__(
             total_steps=total_steps,
             save_interval=1,
@@ -58,15 +63,14 @@ class NodeWorld(RandomWorld):
             min_rollout_gpus=min_rollout_gpus,
             **options,
         )
-        self.followers = (NodeRank(1), NodeRank(2))
-        self.there = {NodeRank(0)}
-        self.gang_waits = True
+        if waits:
+            return
         self.control.nodes = NodeDesk(
             NodePolicy(
                 home=home,
                 terms=Terms(
                     min_rollout_gpus=min_rollout_gpus,
-                    layouts=smaller_dp(home.train, micro_batch_size=1),
+                    layouts=lambda train: smaller_dp(train, micro_batch_size=1),
                     why_not=plans.why_not,
                 ),
                 followers=self.followers,
@@ -76,6 +80,11 @@ class NodeWorld(RandomWorld):
             ),
             now=0.0,
         )
+
+    def desk(self, home, config):
+        planner = msgspec.convert({"runtime_reconfigure_timeout_s": TIMEOUT_S}, PlannerConfig)
+        policy = policy_of(planner, num_slots=8, num_slots_elsewhere=(8, 8))
+        return PlanDesk(home, policy, config=config, presence=self.presence)
 
     def boot(self, nodes=(1, 2)):
         for instance_id in self._ids:

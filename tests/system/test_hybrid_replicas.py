@@ -142,7 +142,7 @@ def test_a_slot_trains_by_order_and_serves_again_and_the_weights_are_those_of_a_
     assert not run.said("hybrid_lost")
     assert run.pids(replica_id) == {}
     # Snapshots and sockets are gone with the last replica that could use them.
-    assert [path.name for path in (run.run_dir / "hybrid").iterdir()] == ["lanes.key"]
+    assert not list((run.run_dir / "hybrid").iterdir())
     assert run.call("stop").returncode == 0
     assert run.wait() == 0
     weights_are_those_of_a_core_alone(run, tmp_path)
@@ -215,6 +215,25 @@ def test_the_only_server_is_lent_and_comes_back_by_order_and_by_itself(run, tmp_
     assert run.call("stop").returncode == 0
     assert run.wait() == 0
     weights_are_those_of_a_core_alone(run, tmp_path)
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_while_its_only_server_is_lent_goes_on_with_it(run):
+    options = (*LAST_SERVER, "-o", "max_concurrent_rollouts=3200")
+    run.start(*options)
+    rollouts_ahead(run, 60)
+    assert replanned(run, "--instances", "0", "--hybrids", "1").outcome == "done"
+    until_steps_more(run, 3)
+    before = max(run.steps())
+    run.kill()
+    run.start("--resume", *options)
+    run.until_step(before + 3, within_s=WITHIN_S)
+    (server,) = plan_in(run.run_dir).instances
+    assert server.instance_id not in ("vllm-0", "hybrid-1"), "a name is used twice"
+    assert set(run.pids("vllm").values()) == {server.instance_id}
+    assert run.pids("hybrid") == {}
+    assert run.call("stop").returncode == 0
+    assert run.wait() == 0
 
 
 def until_steps_more(run, num_steps):

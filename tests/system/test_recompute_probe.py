@@ -9,9 +9,19 @@ import msgspec
 import pytest
 
 from libra.planner.calibration import Calibration
-from libra.wire.rank import ModelReady, RecomputeProbed, Shutdown
-from trainer_gang import FakeSupervisor
-from trainer_ranks import run_config
+from libra.wire.rank import (
+    CheckpointSaved,
+    MiniBatch,
+    ModelReady,
+    RecomputeProbed,
+    SaveBegun,
+    SaveCheckpoint,
+    Shutdown,
+    StepTrained,
+    TrainStep,
+)
+from trainer_gang import FakeSupervisor, Program
+from trainer_ranks import make_samples, run_config
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -52,6 +62,35 @@ def test_every_rank_says_what_the_pass_took_before_it_is_ready(quickstart, tmp_p
     assert few > 0
     # Eight times the rows; what a pass allocates once is in both.
     assert 3 < many / few < 10
+
+
+def test_ranks_of_a_forced_layout_probe_whatever_they_restore(quickstart, tmp_path):
+    config = probing(run_config(quickstart / "model", max_model_len=64, max_new_tokens=8))
+    alone = Program(has_torchrun=False)
+    saved = tmp_path / "saved"
+    with FakeSupervisor(config, tmp_path / "first", 1, program=alone) as supervisor:
+        supervisor.accept_all()
+        (link,) = supervisor.links.values()
+        for kind in (RecomputeProbed, ModelReady):
+            link.expect(kind)
+        samples = make_samples(1, 4, 100)
+        num_tokens = sum(sum(it.loss_mask) for it in samples)
+        link.send(TrainStep(1, (MiniBatch(tuple(samples), num_tokens, len(samples)),)))
+        link.expect(StepTrained)
+        link.send(SaveCheckpoint(step=1, directory=str(saved), rollout_state=b""))
+        for kind in (SaveBegun, CheckpointSaved):
+            link.expect(kind)
+
+    def says(kind, *arguments):
+        program = alone._replace(arguments=(*alone.arguments, *arguments))
+        folder = tmp_path / kind.__name__
+        with FakeSupervisor(config, folder, 1, program=program, restore=saved) as again:
+            again.accept_all()
+            return again.links[0].expect(kind)
+
+    assert says(ModelReady).step == 1
+    probed = says(RecomputeProbed, "--probe")
+    assert probed.peak_bytes > probed.before_bytes
 
 
 def test_a_plan_that_does_not_fit_is_replaced_before_training_begins(quickstart, tmp_path):

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import stat
 
 import numpy as np
 import pytest
@@ -25,12 +24,11 @@ from lanes import (
     values,
 )
 from libra import clock
-from libra.errors import PeerError, SiteError
+from libra.errors import PeerError
 from libra.hybrid import entrance, proof
 from libra.hybrid.channel import Channel, LateError, SharedValues
 from libra.hybrid.fault import Fault
 from libra.hybrid.header import HEADER_BYTES, FrameDtype, FrameKind, Header, encode_header
-from libra.hybrid.proof import read_key, write_key
 from libra.hybrid.terms import Position
 from libra.ids import ReplicaId
 
@@ -40,6 +38,16 @@ BOTH = pytest.mark.parametrize("kind", ["unix", "tcp"])
 
 def address_of(one, kind):
     return one.unix_address if kind == "unix" else one.tcp_address
+
+
+@pytest.mark.parametrize("host", ["localhost", "::1"])
+def test_a_head_listens_under_a_name_and_on_either_kind_of_address(host):
+    with head(host=host) as one:
+        lane = member(one.tcp_address)
+        one.begin(1, DIGEST, [HYBRID])
+        lane.send_gradient(fence(1), (0.0, 1.0), sends(values(1)))
+        assert np.array_equal(collect(one, fence(1)).values, values(1))
+        lane.close()
 
 
 @BOTH
@@ -434,25 +442,3 @@ def test_memory_that_could_be_cut_off_under_us_is_not_taken():
     with pytest.raises(PermissionError):
         os.ftruncate(sealed.descriptor, 0)
     sealed.close_descriptor()
-
-
-def test_a_key_is_new_and_ours_alone(tmp_path):
-    path = tmp_path / "lanes.key"
-    write_key(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert len(read_key(path)) == proof.KEY_BYTES
-    with pytest.raises(FileExistsError):
-        write_key(path)
-    path.chmod(0o640)
-    with pytest.raises(SiteError, match="chmod 600"):
-        read_key(path)
-
-
-def test_a_key_of_another_length_or_none_is_refused(tmp_path):
-    path = tmp_path / "lanes.key"
-    with pytest.raises(SiteError, match="No such file"):
-        read_key(path)
-    path.touch(0o600)
-    path.write_bytes(b"short")
-    with pytest.raises(SiteError, match="32 bytes"):
-        read_key(path)

@@ -14,7 +14,7 @@ from libra.config.run import RunConfig
 from libra.config.run_control import RunControlConfig
 from libra.config.training import TrainingConfig
 from libra.errors import ConfigError, InfeasiblePlanError, SiteError
-from libra.ids import InstanceId, ReplicaId, SlotId
+from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
 from libra.planner.applied import planned_config
 from libra.planner.plan import (
     HybridPlacement,
@@ -31,6 +31,7 @@ from libra_supervisor.app.launch import (
     RunRequest,
     choose_directory,
     earlier_run,
+    gpus_per_node,
     new_run_id,
     num_gpus_of,
     num_slots_of,
@@ -40,7 +41,11 @@ from libra_supervisor.app.recall import PLAN_FACT
 from libra_supervisor.doctor.devices import cuda_devices, resolved_device, slot_devices
 from libra_supervisor.journal import StateFile, SupervisorState
 from libra_supervisor.loop.plan_memory import PlanMemory
+from libra_supervisor.nodes.site import Site
 from libra_supervisor.run_directory import RunDirectory
+from planner_cases import A100_80G
+
+TWO_NODES = Site(hosts=("a", "b"), port=1, rank=NodeRank(0))
 
 
 def config(**sections) -> RunConfig:
@@ -175,6 +180,47 @@ def test_a_run_that_went_on_without_a_node_is_resumed_with_the_layout_of_all(wor
     assert earlier_run(directory)[0].training.train_gpus == 2
     keep(PlanMemory(plan=left, next_number=1))
     assert earlier_run(directory)[0].training.train_gpus == 1
+
+
+def test_a_changed_plan_is_resumed_where_it_was_and_not_spread_over_the_nodes_again():
+    asked = config(training=TrainingConfig(train_gpus=1), rollout=RolloutConfig(rollout_gpus=1))
+    found = configured_plan(asked)
+    spread = launch._first_plan(found, None, asked, TWO_NODES)
+    assert (spread.instances[0].node, spread.train.node) == (0, 1)
+    changed = msgspec.structs.replace(
+        spread, train=msgspec.structs.replace(spread.train, slots=(SlotId(3),), node=NodeRank(0))
+    )
+    memory = PlanMemory(plan=changed, next_number=1)
+    assert launch._first_plan(found, memory, asked, TWO_NODES) == changed
+
+
+@pytest.mark.parametrize(
+    ("gpus", "described", "per_node"), [((4, 4), None, 4), ((4, 5), None, 5), ((2, 2), 8, 8)]
+)
+def test_every_node_counts_as_described_or_as_having_its_share(working, gpus, described, per_node):
+    hardware = msgspec.structs.replace(A100_80G, gpus_per_node=described or 1)
+    asked = config(
+        training=TrainingConfig(train_gpus=gpus[0]),
+        rollout=RolloutConfig(rollout_gpus=gpus[1]),
+        hardware=hardware if described else None,
+    )
+    made = Launch(
+        config=asked,
+        directory=RunDirectory(working),
+        plan=configured_plan(asked),
+        given=asked,
+        report=None,
+        book=None,
+        store=None,
+        device="cpu",
+        devices=(),
+        environ={},
+        loaded=msgspec.structs.replace(request().loaded, config=asked),
+        is_resume=False,
+        site=TWO_NODES,
+    )
+    assert gpus_per_node(made) == per_node
+    assert gpus_per_node(msgspec.structs.replace(made, site=None)) is None
 
 
 def test_resume_with_nothing_to_resume_says_where_it_looked(working):

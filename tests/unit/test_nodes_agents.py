@@ -91,6 +91,18 @@ def test_agents_of_an_attempt_meet_under_an_id_of_its_own_at_the_first_one_s_hos
     assert "--rdzv-id=r-i-2" in again.parts[0][1].argv
 
 
+def test_a_replica_s_agents_are_told_whose_ranks_they_start(tmp_path):
+    agents = (
+        AgentSite(node=NodeRank(0), host="10.0.0.1", num_ranks=1, env={}),
+        AgentSite(node=NodeRank(2), host="10.0.0.3", num_ranks=2, env={}),
+    )
+    site = msgspec.structs.replace(gang_site(tmp_path, agents), child_id="hybrid-3")
+    spec = attempt_spec(site, attempt())
+    assert isinstance(spec, GangSpec)
+    assert [part.child_id for _, part in spec.parts] == ["hybrid-3", "hybrid-3-2"]
+    assert {part.env["LIBRA_GANG"] for _, part in spec.parts} == {"hybrid-3"}
+
+
 def test_a_gang_on_one_node_is_one_process_as_ever(tmp_path):
     spec = attempt_spec(gang_site(tmp_path, ()), attempt())
     assert not isinstance(spec, GangSpec)

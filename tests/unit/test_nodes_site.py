@@ -97,14 +97,20 @@ def test_files_must_be_there(tmp_path):
     assert found["node_token_file"].what == "there is no file /no/such/token"
 
 
-def test_what_several_nodes_cannot_do_yet_is_refused():
-    path = "global_resource_planner.runtime_dynamic_reconfiguration_enabled"
-    text = "global_resource_planner: {runtime_dynamic_reconfiguration_enabled: true}"
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "[::1]"])
+def test_a_server_of_others_that_every_node_would_look_for_on_itself_is_refused(host: str):
+    urls = f"{{url: 'http://a:1'}}, {{url: 'http://{host}:1'}}"
+    text = f"heterogeneous_rollout: {{endpoints: [{urls}]}}"
     found = check_availability(config_from(f"nodes: [a, b]\n{text}"), ALONE)
-    assert [problem.path for problem in found] == [path]
-    assert "not available yet on several nodes" in found[0].what
+    assert [problem.path for problem in found] == ["heterogeneous_rollout.endpoints[1].url"]
+    assert "each node's own address" in found[0].what
     assert not check_availability(config_from(f"nodes: [a]\n{text}"), ALONE)
     assert check_availability(config_from(text), step())
+
+
+def test_plans_of_several_nodes_may_change():
+    text = "global_resource_planner: {runtime_dynamic_reconfiguration_enabled: true}"
+    assert not check_availability(config_from(f"nodes: [a, b]\n{text}"), ALONE)
 
 
 # Slurm's lists

@@ -51,6 +51,14 @@ def observed(seen, book=EMPTY):
     return {o.operation: o for o in observations_of(RUNNING, book, seen)}
 
 
+def test_of_rollout_nothing_is_expected_while_nothing_serves():
+    lent = replace(RUNNING, tps=())
+    found = forecast_of(lent, EMPTY, QUIET)
+    assert found.rollout_s is None
+    assert found.train_s == forecast_of(RUNNING, EMPTY, QUIET).train_s
+    assert "weight_sync" not in {it.operation for it in observations_of(lent, EMPTY, QUIET)}
+
+
 def test_a_step_that_took_twice_as_long_as_modelled_teaches_a_factor_of_two():
     modelled = forecast_of(RUNNING, EMPTY, QUIET)
     found = observed(QUIET)

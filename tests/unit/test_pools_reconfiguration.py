@@ -426,3 +426,16 @@ def test_a_ground_with_two_owners_of_a_slot_is_a_bug():
     wanted = plan(core(0), instance(A, 1), instance(B, 1))
     with pytest.raises(InvariantError, match="two owners"):
         ground(wanted).check()
+
+
+def test_a_process_that_never_had_a_device_takes_none_with_it_when_it_cannot_be_ended():
+    one, other = plan(core(0), instance("vllm-0", 1)), plan(core(0), instance("vllm-1", 1))
+    order = Order(decision_id=1, reason="test", old=one, wanted=other)
+    rules = Rules(min_rollout_gpus=0, warms_first=True)
+    change = Reconfiguration(order, ground(one), rules, timeout_s=10.0, now=0.0)
+    change.begin(now=0.0)
+    change.on_tick(now=10.0)
+    assert change.order.is_turned
+    change.on_tick(now=20.0)
+    assert change.ground.find(InstanceId("vllm-1")) is None
+    assert not change.ground.lost

@@ -93,3 +93,28 @@ def test_without_a_described_device_there_is_only_what_was_measured(error, verdi
     assert said.verdict == verdict
     assert learned == []
     assert (error or "1.00 GiB measured") in said.message
+
+
+def forced(*rises, error=""):
+    return msgspec.structs.replace(probes(*rises, error=error), forced=launch().plan.train)
+
+
+def test_a_layout_that_was_forced_is_judged_by_itself_and_no_other_plan_is_made():
+    judged, judging, learned = judge(forced(GIB))
+    assert judged.verdict == "kept"
+    train = launch().plan.train
+    assert f"recompute probe of TP{train.tp} PP{train.pp}" in judged.message
+    assert [it.operation for it in learned] == ["recompute_memory"]
+    judged, judging, _ = judge(forced(0, error="out of memory"))
+    assert judged.verdict == "refused"
+    assert "does not fit" in judged.message
+    judged, judging, _ = judge(forced(10_000 * GIB))
+    assert judged.verdict == "refused"
+    assert judging.next is None
+
+
+def test_a_forced_layout_without_memory_is_refused_where_nothing_is_described():
+    undescribed = launch(GIVEN)
+    judging = ProbeJudge(msgspec.structs.replace(undescribed, book=None), learn=[].append)
+    assert judging(forced(0, error="out of memory")).verdict == "refused"
+    assert judging(forced(GIB)).verdict == "kept"

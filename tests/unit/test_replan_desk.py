@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from libra import clock
 from libra.config.rollout import TpBucket
-from libra.ids import InstanceId, ReplicaId, SlotId
+from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
 from libra.planner.calibration import book_of
 from libra.planner.cost_models import described
 from libra.planner.demand import observed_demand
@@ -135,8 +135,8 @@ async def bench(
             instances=tuple,
             write=made.written.append,
             post=post,
+            gpus_per_node=8,
             lead_steps=lambda: lead_steps,
-            num_slots=8,
         ),
         last_decision_id=last_decision_id,
         started_at=clock.now(),
@@ -482,3 +482,17 @@ async def test_a_run_whose_plan_may_not_change_refuses_an_order_and_shows_why():
         shown = await made.desk.order(fewer(made), is_dry_run=True)
         assert not shown.ok
         assert "runtime_dynamic_reconfiguration_enabled is false" in shown.message
+
+
+async def test_an_order_may_use_what_every_node_has_and_no_other_node():
+    async with bench() as made:
+        plans = made.control.plans
+        plans.policy = replace(plans.policy, num_slots=6, num_slots_elsewhere=(8, 8))
+        plans.lost = frozenset({(NodeRank(2), SlotId(0))})
+        room = made.desk._room(made.desk._question(is_asked=True))
+        here = {(0, slot) for slot in range(6)}
+        others = {(node, slot) for node in (1, 2) for slot in range(8)}
+        assert set(room.slots()) == (here | others) - {(2, 0)}
+        plans.policy = replace(plans.policy, num_slots=9)
+        room = made.desk._room(made.desk._question(is_asked=True))
+        assert len(set(room.slots())) == 23

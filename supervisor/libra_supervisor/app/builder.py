@@ -30,7 +30,7 @@ from libra_supervisor.app.making import load_exchange, rollout_runner
 from libra_supervisor.app.parts import batch_shape
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.app.rank_mail import CheckpointChooser
-from libra_supervisor.app.replicas import Hear, Replicas, make_lane_key
+from libra_supervisor.app.replicas import Hear, Replicas, make_replica_folder
 from libra_supervisor.app.routing import EngineRouter
 from libra_supervisor.app.scoring import reward_pool_of
 from libra_supervisor.app.spread_rollouts import SpreadRollouts
@@ -121,7 +121,9 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         def make(placement: InstancePlacement, has_devices: bool) -> Engine:
             self.meter.add(placement.instance_id, placement.tp)
             if placement.node:
-                return self._remote_engine(site, placement, served_directory)
+                return self._remote_engine(
+                    site, placement, served_directory, has_devices=has_devices
+                )
             if url := url_of.get(placement.instance_id):
                 return ForeignEngine(site, placement, self.scheduler, url=url, rng=self.rng)
             return Engine(
@@ -156,6 +158,8 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         site: EngineSite,
         placement: InstancePlacement,
         served_directory: Callable[[], Path | None],
+        *,
+        has_devices: bool,
     ) -> Engine:
         """A server on another node, under that node's environment and its own devices."""
         cluster = self._others()
@@ -187,6 +191,7 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
                 placement.slots,
                 needed_fraction=site.config.rollout.gpu_memory_utilization,
             ),
+            has_devices=has_devices,
             spawner=cluster.spawner_for(placement.node, self.spawner),
             hold_port=hold_port,
             traffic=self._traffic,
@@ -212,30 +217,40 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
         cluster, train = self.cluster, launch.plan.train
         gang = Gang(
             self.gang_site(train),
-            spawner=self.spawner if cluster is None else cluster.gang_spawner(self.spawner),
+            spawner=self._gang_spawner(),
             config=launch.config.supervision,
             choose=CheckpointChooser(launch.directory, self.inbox),
             post=self.inbox.post,
             rng=self.rng,
-            hindrance=self._gang_hindrance(train),
+            hindrance=self._gang_hindrance(train, TRAINER_ID),
         )
         if cluster is not None:
-            cluster.take_in_ranks_for(gang)
+            cluster.take_in_ranks_for(gang, TRAINER_ID)
         return gang
+
+    def _gang_spawner(self) -> Spawner:
+        cluster = self.cluster
+        return self.spawner if cluster is None else cluster.gang_spawner(self.spawner)
 
     def replicas(self) -> Replicas:
         """Gangs for hybrid replicas, in the core's layout but for data parallelism."""
         directory = self.launch.directory
-        make_lane_key(directory)
-        train = self.launch.plan.train
-        grid = train.tp * train.pp * train.cp
+        make_replica_folder(directory)
 
         async def from_base(_attempt: int) -> None:
             return None
 
         def make(placement: HybridPlacement, hear: Hear, has_devices: bool) -> Gang:
-            own = msgspec.structs.replace(
-                train, dp=len(placement.slots) // grid, slots=placement.slots
+            # Its ranks read the layout from the configuration: here only their number counts.
+            own = TrainPlacement(
+                tp=1,
+                pp=1,
+                cp=1,
+                ep=1,
+                dp=len(placement.slots),
+                slots=placement.slots,
+                node=placement.node,
+                nodes=placement.nodes,
             )
             name = placement.replica_id
             sockets = directory.hybrid / name
@@ -247,33 +262,41 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
                 socket_directory=sockets,
                 is_restarted=False,
             )
-            gate = self._gate(ChildId(name), placement.slots, needed_fraction=None)
-            return Gang(
+            gang = Gang(
                 site,
-                spawner=self.spawner,
+                spawner=self._gang_spawner(),
                 config=self.launch.config.supervision,
                 choose=from_base,
                 post=hear,
                 rng=self.rng,
-                hindrance=gate.hindrance if gate is not None and has_devices else None,
+                hindrance=self._gang_hindrance(own, site.child_id, has_devices=has_devices),
             )
+            if self.cluster is not None:
+                self.cluster.take_in_ranks_for(gang, site.child_id)
+            return gang
 
         return Replicas(make, directory.hybrid, self.inbox.post)
 
-    def reshape(self, gang: Gang, placement: TrainPlacement) -> None:
-        gang.reshape(self.gang_site(placement), self._gang_hindrance(placement))
+    def reshape(self, gang: Gang, placement: TrainPlacement, *, probes: bool) -> None:
+        site = self.gang_site(placement)
+        if probes:
+            site = msgspec.structs.replace(site, arguments=("--probe",))
+        gang.reshape(site, self._gang_hindrance(placement, TRAINER_ID))
 
-    def _gang_hindrance(self, placement: TrainPlacement) -> Hindrance | None:
+    def _gang_hindrance(
+        self, placement: TrainPlacement, child_id: ChildId, *, has_devices: bool = True
+    ) -> Hindrance | None:
         """On the devices of all nodes that the ranks lie on, and of those nodes themselves."""
         cluster = self.cluster
         slots_of: dict[NodeRank, list[int]] = {}
         for rank, slot in enumerate(placement.slots):
             slots_of.setdefault(placement.node_of_rank(rank), []).append(slot)
         gates = [
-            self._node_gate(TRAINER_ID, node, slots, needed_fraction=None)
+            self._node_gate(child_id, node, slots, needed_fraction=None)
             if node
-            else self._gate(TRAINER_ID, slots, needed_fraction=None)
+            else self._gate(child_id, slots, needed_fraction=None)
             for node, slots in slots_of.items()
+            if has_devices
         ]
         there = [it for it in gates if it is not None]
         if cluster is not None:

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from itertools import groupby
 from random import Random
 from typing import Final, Protocol, TypeAlias, assert_never
+from weakref import WeakValueDictionary
 
 import anyio
 import anyio.abc
@@ -31,6 +32,7 @@ from libra.version import __version__
 from libra.wire.api import NodeStatus
 from libra.wire.instance import WeightsReceipt
 from libra.wire.node import Leave, RankLinked, StopAsked
+from libra.wire.rank import Hello
 from libra_supervisor import events
 from libra_supervisor.app.following import GLOO_VARIABLE, config_digest
 from libra_supervisor.events import StopRequested
@@ -124,7 +126,9 @@ class Cluster:
             for rank in range(1, site.num_nodes)
         }
         self._tasks: anyio.abc.TaskGroup | None = None
-        self._gang: Gang | None = None
+        self._gangs: WeakValueDictionary[str, Gang] = WeakValueDictionary()
+        """By name, as long as they live."""
+
         self.listener: NodeListener | None = None
         """Hears of nodes after their children have."""
 
@@ -215,9 +219,9 @@ class Cluster:
         """`libra_supervisor.ports.Readers`."""
         return await self.nodes[node].read_weights(directory, manifest_hash)
 
-    def take_in_ranks_for(self, gang: Gang) -> None:
-        """Ranks that link on other nodes belong to it."""
-        self._gang = gang
+    def take_in_ranks_for(self, gang: Gang, name: ChildId) -> None:
+        """Ranks of that name which link on other nodes belong to it."""
+        self._gangs[name] = gang
 
     async def dismiss(self, exit_code: int, reason: str) -> None:
         """Have every member leave; waits a moment for the word to get there.
@@ -316,12 +320,17 @@ class Cluster:
 
     async def _welcome(self, linked: RankLinked, link: RelayedLink) -> None:
         try:
-            if self._gang is not None:
-                await self._gang.welcome(linked.hello, link)
+            await self._gang_of(linked.hello).welcome(linked.hello, link)
         except PeerError as error:
             _log.info("rank_turned_away", rank=linked.hello.rank, why=str(error))
         finally:
             link.close()
+
+    def _gang_of(self, hello: Hello) -> Gang:
+        gang = self._gangs.get(hello.gang)
+        if gang is None:
+            raise PeerError(f"nobody waits for ranks of {hello.gang}")
+        return gang
 
     def _on_stop(self, asked: StopAsked) -> None:
         if self._tasks is not None:

@@ -131,7 +131,7 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
         old, found = earlier_run(directory)
         config = pinned_config(config, old)
         if config.global_resource_planner.runtime_dynamic_reconfiguration_enabled:
-            memory = found
+            memory = None if found is None else found.whole()
         if memory is not None:
             # What the run has come to, not what it was started with.
             config = planned_config(config, memory.in_force)
@@ -183,11 +183,10 @@ def _first_plan(
     found: Plan, memory: PlanMemory | None, config: RunConfig, site: Site | None
 ) -> Plan:
     """What the run starts with: the plan it had come to, else the one that was found."""
-    plan = found
     if memory is not None:
         least = config.global_resource_planner.min_rollout_gpus
-        plan = memory.to_start_with(min_rollout_gpus=least)
-    return plan if site is None else on_nodes(plan, config, site.num_nodes)
+        return memory.to_start_with(min_rollout_gpus=least)
+    return found if site is None else on_nodes(found, config, site.num_nodes)
 
 
 def on_nodes(plan: Plan, config: RunConfig, num_nodes: int) -> Plan:
@@ -197,10 +196,7 @@ def on_nodes(plan: Plan, config: RunConfig, num_nodes: int) -> Plan:
     """
     if plan.strategy != "configured":
         return plan
-    num_gpus = plan.num_rollout_gpus + plan.train.world_size
-    per_node = -(-num_gpus // num_nodes)
-    if config.hardware is not None:
-        per_node = config.hardware.gpus_per_node
+    per_node = _gpus_per_node(config, len(slots_of(plan)), num_nodes)
     placed = spread_over_nodes(plan, gpus_per_node=per_node)
     if placed is None:
         raise InfeasiblePlanError(
@@ -208,6 +204,17 @@ def on_nodes(plan: Plan, config: RunConfig, num_nodes: int) -> Plan:
             "every tensor-parallel group has to be inside one"
         )
     return placed
+
+
+def _gpus_per_node(config: RunConfig, num_gpus: int, num_nodes: int) -> int:
+    return config.hardware.gpus_per_node if config.hardware else -(-num_gpus // num_nodes)
+
+
+def gpus_per_node(launch: Launch) -> int | None:
+    """Slots of each node: as described, else its share of what is asked for; None on one node."""
+    if launch.site is None:
+        return None
+    return _gpus_per_node(launch.loaded.config, num_gpus_of(launch), launch.site.num_nodes)
 
 
 def on_plan(launch: Launch, plan: Plan) -> Launch:
@@ -222,7 +229,9 @@ def num_gpus_of(launch: Launch) -> int:
     """
     config = launch.loaded.config
     in_use = launch.plan if launch.memory is None else launch.memory.plan
-    asked_for = config.training.train_gpus + config.rollout.rollout_gpus
+    is_ours = config.global_resource_planner.runtime_manage_rollout_processes
+    # Servers of others are on devices that are none of ours.
+    asked_for = config.training.train_gpus + (config.rollout.rollout_gpus if is_ours else 0)
     return max(asked_for, len(slots_of(in_use)))
 
 
@@ -275,6 +284,9 @@ def num_slots_of(launch: Launch) -> int:
         return num_used
     # What the plan does not use is spare, for another plan.
     found = max(num_used, num_slots_here(launch.device, launch.environ))
+    if (per_node := gpus_per_node(launch)) is not None:
+        # As on every other node; on CPU slots are what they are counted as.
+        found = max(num_used, per_node if launch.device == "cpu" else min(found, per_node))
     if launch.device == "cuda" or launch.memory is None:
         return found
     # Slots share cores: what an earlier plan of the run had, or has lent, is still there.

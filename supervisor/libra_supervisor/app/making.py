@@ -7,7 +7,9 @@ from libra.config.run import RunConfig
 from libra.data.dataset import PromptDataset
 from libra.ids import NodeRank, RunId
 from libra.scheduling.scheduler import Scheduler
+from libra.tracing.span import SpanWriter, node_trace_path, trace_path
 from libra.workflows.loading import load_workflow
+from libra_supervisor.nodes.site import LEADER
 from libra_supervisor.rollouts.client import GenerationSettings, Router
 from libra_supervisor.rollouts.runner import Post, RolloutRunner, RunnerParts, Scorer
 from libra_supervisor.run_directory import RunDirectory
@@ -36,6 +38,23 @@ def rollout_runner(
                 top_p=config.rollout.top_p,
             ),
         )
+    )
+
+
+def span_writer(
+    config: RunConfig, directory: RunDirectory, run_id: RunId, *, node: NodeRank = LEADER
+) -> SpanWriter:
+    """The phase trace of a node's supervisor; one that writes nothing when traces are off."""
+    tracing = config.tracing
+    folder = Path(tracing.phase_trace_dir or directory.phase_trace)
+    path = trace_path(folder, -1) if node == LEADER else node_trace_path(folder, node)
+    return SpanWriter(
+        path if tracing.phase_trace_enabled else None,
+        rank=-1,
+        run_id=run_id,
+        role="control" if node == LEADER else f"node {node}",
+        max_bytes=tracing.phase_trace_max_bytes,
+        num_kept=tracing.phase_trace_keep,
     )
 
 

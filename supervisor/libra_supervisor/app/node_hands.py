@@ -17,6 +17,7 @@ from libra.wire import node as wire
 from libra.wire import node_rollouts as rollouts
 from libra.wire.node import NodeCommand, NodeEvent, Welcome
 from libra.wire.node_rollouts import RolloutOrder
+from libra.wire.rank import Hello as RankHello
 from libra_supervisor.app.node_looks import devices_of, read, seen
 from libra_supervisor.app.rank_relay import RankRelay, Tongue
 from libra_supervisor.instances.port_lease import PortLease, lease_port
@@ -29,6 +30,7 @@ from libra_supervisor.process.tree import StopDeadlines, TreeEnded
 CONTROL_VARIABLE: Final = "LIBRA_CONTROL"
 DEVICES_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 ATTEMPT_VARIABLE: Final = "LIBRA_ATTEMPT"
+GANG_VARIABLE: Final = "LIBRA_GANG"
 _KILL_WAIT_S: Final = 5.0
 
 _log = get_log()
@@ -47,10 +49,13 @@ class Making(Protocol):
 class HeldChild:
     """A process here, until the leader forgets it."""
 
-    def __init__(self, child: RunningChild, *, is_bound: bool, attempt: str) -> None:
+    def __init__(
+        self, child: RunningChild, *, is_bound: bool, gang: str = "", attempt: str = ""
+    ) -> None:
+        """`gang` and `attempt` are those whose ranks it starts, if any."""
         self.child = child
         self.is_bound = is_bound
-        self.attempt = attempt
+        self.gang, self.attempt = gang, attempt
         self.hurry = anyio.Event()
         self.has_ended = False
 
@@ -200,7 +205,10 @@ class NodeHands:
             self._say(wire.Failed(command.call, str(error)))
             return
         held = HeldChild(
-            child, is_bound=command.is_bound, attempt=command.env.get(ATTEMPT_VARIABLE, "")
+            child,
+            is_bound=command.is_bound,
+            gang=command.env.get(GANG_VARIABLE, ""),
+            attempt=command.env.get(ATTEMPT_VARIABLE, ""),
         )
         self._held[command.incarnation] = held
         if session != self._session:
@@ -316,12 +324,13 @@ class NodeHands:
         if lease is not None:
             lease.close()
 
-    def agent_of(self, attempt: int) -> RunningChild:
+    def agent_of(self, hello: RankHello) -> RunningChild:
         """What runs the ranks of an attempt here. Raises PeerError when nothing does."""
+        wanted = (hello.gang, str(hello.attempt))
         for held in self._held.values():
-            if held.is_bound and held.attempt == str(attempt):
+            if held.is_bound and (held.gang, held.attempt) == wanted:
                 return held.child
-        raise PeerError(f"attempt {attempt} does not run here")
+        raise PeerError(f"attempt {hello.attempt} of {hello.gang} does not run here")
 
     # Speaking
 

@@ -4,7 +4,9 @@ Everything of a part is its own: scheduler, connections, reward workers, jobs. W
 (the prompts) is kept for the next one, since it is the same run's.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Final, Never, assert_never
@@ -29,11 +31,12 @@ from libra.rollouts.group import AdmittedGroup
 from libra.rollouts.trajectory import Trajectory
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
+from libra.tracing.span import SpanWriter
 from libra.wire import node_rollouts as wire
 from libra.wire.node import MAX_PIECE_BYTES, NodeEvent
 from libra.wire.node_rollouts import MAX_TRAJECTORY_BYTES, RolloutOrder
 from libra_supervisor.app.followed_servers import FollowedServers
-from libra_supervisor.app.making import load_exchange, rollout_runner
+from libra_supervisor.app.making import load_exchange, rollout_runner, span_writer
 from libra_supervisor.app.prompts import Prompts, fingerprints_of, open_prompts
 from libra_supervisor.app.routing import EngineRouter, explained_if_debugging
 from libra_supervisor.app.scoring import reward_pool_of
@@ -221,6 +224,14 @@ class Part:
         check_reward_name(config.data.reward)
         prompts = await self._shelf.prompts(config)
         token = await anyio.to_thread.run_sync(_read_token, Path(self._order.token_file))
+        writer = partial(span_writer, config, site.directory, site.run_id, node=site.node)
+        with closing(await anyio.to_thread.run_sync(writer)) as spans:
+            await self._make_of(config, prompts, token, spans)
+
+    async def _make_of(
+        self, config: RunConfig, prompts: Prompts, token: str, spans: SpanWriter
+    ) -> None:
+        site = self._site
         scheduling = config.heterogeneous_rollout.scheduling
         scheduler = Scheduler(
             scheduling,
@@ -228,7 +239,7 @@ class Part:
             explained=explained_if_debugging(),
         )
         servers = FollowedServers(scheduler, scheduling, token=token, rng=site.rng)
-        room = self._room = WaitingRoom(scheduler)
+        room = self._room = WaitingRoom(scheduler, spans=spans)
         exchange = load_exchange(
             scheduler, config, site.directory, run_id=site.run_id, node=site.node, rng=site.rng
         )
@@ -316,13 +327,7 @@ class Part:
             why = f"its trajectory of {len(data)} bytes is too long to be passed on"
             self._say(wire.SampleGone(job.number, sample, "workflow", why))
             return
-        for first in range(0, len(data), MAX_PIECE_BYTES):
-            piece = wire.TrajectoryPiece(
-                job=job.number,
-                sample=sample,
-                data=data[first : first + MAX_PIECE_BYTES],
-                is_last=first + MAX_PIECE_BYTES >= len(data),
-            )
+        for piece in pieces_of(data, job=job.number, sample=sample):
             if self._is_open:
                 await self._site.say_when_room(piece)
 
@@ -339,6 +344,17 @@ class Part:
                 told = current
                 self._say(wire.InUse(servers.revision, _in_use(scheduler)))
             await clock.sleep(REPORT_PERIOD_S)
+
+
+def pieces_of(data: bytes, *, job: int, sample: int) -> Iterator[wire.TrajectoryPiece]:
+    """An encoded trajectory as it is said."""
+    for first in range(0, len(data), MAX_PIECE_BYTES):
+        yield wire.TrajectoryPiece(
+            job=job,
+            sample=sample,
+            data=data[first : first + MAX_PIECE_BYTES],
+            is_last=first + MAX_PIECE_BYTES >= len(data),
+        )
 
 
 def _in_use(scheduler: Scheduler) -> dict[InstanceId, int]:

@@ -182,7 +182,8 @@ class Operator:
             known = f"its nodes are 0 to {last}" if last else "it has one, node 0"
             return VerbReply(ok=False, message=f"the run has no node {node}; {known}")
         placed = self._control.plans.plan.instances
-        there = tuple(it.instance_id for it in placed if it.node == node)
+        # Servers of others lie on no node.
+        there = tuple(it.instance_id for it in placed if it.node == node and it.slots)
         if not there:
             return VerbReply(ok=False, message=f"no rollout instance is on node {node}")
         replies = [await self._on_engine(verb, instance_id) for instance_id in there]

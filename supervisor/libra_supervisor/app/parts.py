@@ -1,13 +1,16 @@
 """Builds the control state of a run from its configuration."""
 
+from functools import partial
+
 from libra import clock
 from libra.config.planning import PlannerConfig
 from libra.config.run import RunConfig
+from libra.hybrid.proof import new_key
 from libra.ids import NodeRank, RunId
 from libra.models.architecture import architecture_of
 from libra.models.kv_capacity import kv_capacity_tokens
 from libra.planner.cost_models import engine_memory
-from libra.planner.plan import Plan
+from libra.planner.plan import Plan, TrainPlacement
 from libra.planner.without_nodes import Layouts, Terms, fastest, smaller_dp
 from libra.pools.change_policy import policy_of
 from libra.pools.pool import RolloutPool
@@ -15,7 +18,7 @@ from libra.rollouts.accounts import LEASE_S, BufferLimits
 from libra.rollouts.batch import BatchShape
 from libra.rollouts.evaluation import EvaluationTerms
 from libra.weights.judge import probe_tolerance_of
-from libra_supervisor.app.launch import Launch
+from libra_supervisor.app.launch import Launch, gpus_per_node
 from libra_supervisor.app.prompts import Prompts
 from libra_supervisor.doctor.checks import BYTES_OF_DTYPE
 from libra_supervisor.instances.vllm import rollout_dtype
@@ -26,6 +29,7 @@ from libra_supervisor.loop.evaluator import Evaluator
 from libra_supervisor.loop.hybrid_desk import HybridDesk, HybridTerms
 from libra_supervisor.loop.node_desk import NodeDesk, NodePolicy
 from libra_supervisor.loop.plan_desk import PlanDesk
+from libra_supervisor.loop.presence import Presence
 from libra_supervisor.loop.publication import Publication
 from libra_supervisor.loop.publication import Terms as PublicationTerms
 from libra_supervisor.loop.rollout_desk import RolloutDesk
@@ -92,7 +96,10 @@ def hybrid_desk_of(launch: Launch, run_id: RunId) -> HybridDesk | None:
     return HybridDesk(
         HybridTerms(
             run_id=run_id,
+            key=new_key(),
             directory=str(launch.directory.hybrid),
+            core=train,
+            hosts=() if launch.site is None else launch.site.hosts,
             replica_size=size,
             replica_data=size // grid,
             join_timeout_s=planner.runtime_reconfigure_timeout_s,
@@ -103,13 +110,19 @@ def hybrid_desk_of(launch: Launch, run_id: RunId) -> HybridDesk | None:
 
 def plan_desk_of(launch: Launch, hybrids: HybridDesk | None) -> PlanDesk:
     """Every device of the machine that the run may use counts as a slot."""
-    planner = launch.config.global_resource_planner
+    planner, site = launch.config.global_resource_planner, launch.site
+    followers = () if site is None else tuple(map(NodeRank, range(1, site.num_nodes)))
     return PlanDesk(
         launch.plan,
-        policy_of(planner, num_slots=len(launch.devices)),
+        policy_of(
+            planner,
+            num_slots=len(launch.devices),
+            num_slots_elsewhere=(gpus_per_node(launch) or 0,) * len(followers),
+        ),
         config=launch.given,
         memory=launch.memory,
         hybrids=hybrids,
+        presence=Presence(followers),
     )
 
 
@@ -125,7 +138,7 @@ def node_desk_of(launch: Launch, plans: PlanDesk, *, now: float) -> NodeDesk | N
             home=launch.plan,
             terms=Terms(
                 min_rollout_gpus=planner.min_rollout_gpus,
-                layouts=_layouts(launch),
+                layouts=partial(_layouts, launch),
                 why_not=lambda plan: plans.why_not(plan) or too_small(plan, planner),
                 crosses_nodes=planner.allow_cross_node_tp,
             ),
@@ -138,9 +151,9 @@ def node_desk_of(launch: Launch, plans: PlanDesk, *, now: float) -> NodeDesk | N
     )
 
 
-def _layouts(launch: Launch) -> Layouts:
-    """The planner's, where the layout is the planner's to choose; else that of the run, cut."""
-    config, train = launch.given, launch.plan.train
+def _layouts(launch: Launch, train: TrainPlacement) -> Layouts:
+    """The planner's, where the layout is the planner's to choose; else that of `train`, cut."""
+    config = launch.given
     asked_for = launch.loaded.config.global_resource_planner.initial_allocation_strategy
     if asked_for == "grp" and launch.book is not None:
         return fastest(config, train, launch.book)

@@ -32,5 +32,5 @@ class TrainerPlace:
         self._builder = builder
         self._gang = gang
 
-    def reshape(self, placement: TrainPlacement) -> None:
-        self._builder.reshape(self._gang, placement)
+    def reshape(self, placement: TrainPlacement, *, probes: bool) -> None:
+        self._builder.reshape(self._gang, placement, probes=probes)

@@ -1,11 +1,14 @@
 """The recompute probe of the real ranks beside the plan: keep it, or have the next one ready."""
 
 from collections.abc import Callable
+from typing import Literal
 
 from libra.errors import InfeasiblePlanError
 from libra.models.kv_capacity import GIB
 from libra.planner.calibration import Observation
 from libra.planner.demand import prior_demand
+from libra.planner.plan import TrainPlacement
+from libra.planner.pricing import layout_of
 from libra.planner.probe import (
     KeepPlan,
     ProbedRun,
@@ -13,6 +16,7 @@ from libra.planner.probe import (
     ProbeOutcome,
     ProbeOutOfMemory,
     SwitchPlan,
+    on_forced_probe,
     on_probe,
     probe_observation,
 )
@@ -43,6 +47,8 @@ class ProbeJudge:
             demand=prior_demand(self._launch.given),
             excluded=self._launch.excluded,
         )
+        if command.forced is not None:
+            return self._forced(command, run, command.forced, outcome)
         observation = probe_observation(run, outcome)
         if observation is not None:
             self._learn(observation)
@@ -55,6 +61,18 @@ class ProbeJudge:
         self.next = decision
         return ProbeJudged(command.attempt, "replaced", decision.message)
 
+    def _forced(
+        self, command: JudgeProbe, run: ProbedRun, train: TrainPlacement, outcome: ProbeOutcome
+    ) -> ProbeJudged:
+        """Of a layout that the loss of a node forced on the run."""
+        layout = layout_of(train, micro_batch_size=run.config.training.micro_batch_size)
+        observation = probe_observation(run, outcome, layout)
+        if observation is not None:
+            self._learn(observation)
+        judged = on_forced_probe(run, layout, outcome)
+        verdict: Literal["kept", "refused"] = "kept" if judged.fits else "refused"
+        return ProbeJudged(command.attempt, verdict, judged.message)
+
     def _without_estimate(self, command: JudgeProbe, outcome: ProbeOutcome) -> ProbeJudged:
         """The plan can neither be compared nor replaced while the device is not described."""
         if isinstance(outcome, ProbeMeasured):
@@ -65,7 +83,10 @@ class ProbeJudge:
             )
             return ProbeJudged(command.attempt, "kept", said)
         first = next(probed.error for probed in command.probes if probed.error)
-        return ProbeJudged(command.attempt, "impossible", first)
+        verdict: Literal["impossible", "refused"] = "impossible"
+        if command.forced is not None:
+            verdict = "refused"
+        return ProbeJudged(command.attempt, verdict, first)
 
 
 def outcome_of(probes: tuple[RecomputeProbed, ...]) -> ProbeOutcome:

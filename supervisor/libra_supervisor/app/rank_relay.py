@@ -30,7 +30,7 @@ class Tongue:
 class RankRelay:
     """The control sockets of the ranks here, each a numbered link."""
 
-    def __init__(self, agent_of: Callable[[int], RunningChild]) -> None:
+    def __init__(self, agent_of: Callable[[RankHello], RunningChild]) -> None:
         """`agent_of` finds what runs the ranks of an attempt; raises PeerError for another one."""
         self._agent_of = agent_of
         self._tongue: Tongue | None = None
@@ -56,7 +56,7 @@ class RankRelay:
 
     async def welcome(self, hello: RankHello, link: RankLink) -> None:
         """Serve one rank until its end. Raises PeerError to turn it away."""
-        agent = self._agent_of(hello.attempt)
+        agent = self._agent_of(hello)
         if link.peer is not None:
             # Ranks make their own sessions; with its identity the tree ends it for sure.
             agent.tree.add_root(link.peer)

@@ -16,6 +16,7 @@ import msgspec
 from libra import clock
 from libra.config.run import RunConfig
 from libra.errors import InfeasiblePlanError
+from libra.ids import SlotId
 from libra.planner.calibration import Calibration
 from libra.planner.matching import next_number_after
 from libra.planner.plan import Plan, plan_in_words
@@ -51,11 +52,11 @@ class DeskPorts(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks."""
 
     post: Callable[[Event], Awaitable[None]]
+    gpus_per_node: int
+    """Devices of each machine, those that no plan uses included."""
+
     lead_steps: Callable[[], float] = lambda: 0.0
     """How long training could go on if nothing served."""
-
-    num_slots: int | None = None
-    """Devices of the one machine, those that no plan uses included; None over several nodes."""
 
 
 class Outcomes(msgspec.Struct, kw_only=True):
@@ -125,6 +126,8 @@ class ReplanDesk:
             return
         self.outcomes.num_ended[event.outcome] += 1
         self.outcomes.last_ended = event
+        if event.cause in ("node_lost", "node_back") and event.outcome == "done":
+            self._replanner.on_other_plan()
         if event.cause == "starved" and event.outcome == "done":
             self._replanner.on_given_back(clock.now())
         if event.decision_id == self._pending_id:
@@ -202,11 +205,14 @@ class ReplanDesk:
 
     def _room(self, question: Question) -> Room:
         """An order may use idle devices; the planner plans for those that the run asked for."""
-        room, num_slots = question.bounds.room, self._ports.num_slots
-        if num_slots is None:
-            return room
-        num_gpus = num_slots - len(room.lost)
-        return Room(num_gpus=num_gpus, gpus_per_node=num_slots, lost=room.lost)
+        policy, room = self._ports.control.plans.policy, question.bounds.room
+        per_node, there = self._ports.gpus_per_node, set(policy.slots)
+        nodes = {node for node, _ in there}
+        grid = {(node, SlotId(slot)) for node in nodes for slot in range(per_node)}
+        lost = room.lost | (grid - there)
+        return msgspec.structs.replace(
+            room, num_gpus=len(grid - lost), gpus_per_node=per_node, lost=lost
+        )
 
     @property
     def _is_busy(self) -> bool:
@@ -234,7 +240,7 @@ class ReplanDesk:
         plans = self._ports.control.plans
         if self._config.global_resource_planner.runtime_online_replanning:
             self._replanner.book = self._ports.book()
-        self._replanner.lost = plans.lost
+        self._replanner.lost = plans.unusable
         return self._replanner.question(
             plans.plan,
             clock.now(),
@@ -268,10 +274,14 @@ class ReplanDesk:
         def why_not(wanted: Plan) -> str:
             if not policy.is_enabled:
                 return ""
-            if why := why_not_lent(control, wanted) or plans.why_not(wanted):
+            if why := (
+                plans.presence.missed_by(wanted)
+                or why_not_lent(control, wanted)
+                or plans.why_not(wanted)
+            ):
                 return why
             number = next_number_after(plan)
-            found = matched_by(policy, plan, wanted, next_number=number, lost=ground.lost)
+            found = matched_by(policy, plan, wanted, next_number=number, lost=plans.unusable)
             judgement = judged(policy, ground, plan, found)
             return judgement.reason if isinstance(judgement, Refusal) else ""
 

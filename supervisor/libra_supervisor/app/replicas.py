@@ -10,14 +10,12 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
-from libra.hybrid.proof import write_key
 from libra.ids import ReplicaId
 from libra.planner.plan import HybridPlacement
 from libra.storage.atomic import discard_directory
 from libra.wire.rank import RankCommand, RankWarm, TrainStep
 from libra_supervisor import events
 from libra_supervisor.app.rank_mail import RankMail
-from libra_supervisor.loop.hybrid_desk import LANE_KEY
 from libra_supervisor.ports import Shards
 from libra_supervisor.process.lifecycle import ChildStatus
 from libra_supervisor.ranks.gang import Gang, GangEvent
@@ -32,12 +30,11 @@ Make: TypeAlias = Callable[[HybridPlacement, Hear, bool], Gang]
 Without devices (False) its ranks wait for TakeDevice."""
 
 
-def make_lane_key(directory: RunDirectory) -> None:
-    """A new key for the lanes; what an earlier supervisor left of replicas is thrown away."""
+def make_replica_folder(directory: RunDirectory) -> None:
+    """For sockets and snapshots; what an earlier supervisor left of replicas is thrown away."""
     if directory.hybrid.exists():
         discard_directory(directory.hybrid)
     directory.hybrid.mkdir(mode=0o700)
-    write_key(directory.hybrid / LANE_KEY)
 
 
 class Replicas:

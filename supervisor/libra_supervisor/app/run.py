@@ -22,7 +22,6 @@ from libra.rewards.loading import check_reward_name
 from libra.scheduling.notice import BreakerClosed, FeedbackRestored, RestartSeen
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
-from libra.tracing.span import SpanWriter, trace_path
 from libra_supervisor.api.access import read_or_make_token
 from libra_supervisor.api.server import api_server
 from libra_supervisor.app.adoption import adoptee_of, take_over
@@ -33,7 +32,8 @@ from libra_supervisor.app.collector import RunCollector, Sources, registry_of
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
 from libra_supervisor.app.fleet import Fleet
 from libra_supervisor.app.forecaster import Forecaster
-from libra_supervisor.app.launch import Launch, new_run_id, num_gpus_of, replanned
+from libra_supervisor.app.launch import Launch, gpus_per_node, new_run_id, num_gpus_of, replanned
+from libra_supervisor.app.making import span_writer
 from libra_supervisor.app.operator import ChildStatuses, Facts, Operator
 from libra_supervisor.app.parts import control_of, kv_capacity_by_tp
 from libra_supervisor.app.plan_files import PlanFiles, TrainerPlace
@@ -172,7 +172,7 @@ class Run:
         self._memory = RunMemory(launch.directory, run_id)
         if launch.memory is not None:
             self._memory.remember_plan(launch.memory)
-        self._spans = _span_writer(launch, run_id)
+        self._spans = span_writer(launch.config, launch.directory, run_id)
         self._tracer = Tracer(self._spans)
         self._scheduler = Scheduler(
             launch.config.heterogeneous_rollout.scheduling,
@@ -462,18 +462,23 @@ class Run:
     def _replan_desk(self, forecaster: Forecaster) -> ReplanDesk:
         launch = self._launch
         # What plans are made for; other devices of the machine are spare.
-        num_gpus = num_gpus_of(launch)
+        num_gpus, per_node = num_gpus_of(launch), gpus_per_node(launch)
         return ReplanDesk(
             launch.given,
-            Replanner(launch.given, num_gpus=num_gpus, book=launch.book),
+            Replanner(
+                launch.given,
+                num_gpus=num_gpus,
+                gpus_per_node=per_node,
+                book=launch.book,
+            ),
             DeskPorts(
                 control=self._control,
                 book=lambda: forecaster.book,
                 instances=lambda: self._scheduler.instances(clock.now()),
                 write=RecordsWriter(launch.directory).write_reconfiguration,
                 post=self.inbox.post,
+                gpus_per_node=per_node or len(launch.devices),
                 lead_steps=lambda: lead_steps(self._control, now=clock.now()),
-                num_slots=len(launch.devices) if launch.site is None else None,
             ),
             last_decision_id=last_decision_id(launch.directory.reconfigurations),
             started_at=clock.now(),
@@ -565,17 +570,3 @@ class Run:
         while True:
             await clock.sleep(NOTIFY_PERIOD_S)
             notifier.status(plain_line(operator.progress()))
-
-
-def _span_writer(launch: Launch, run_id: RunId) -> SpanWriter:
-    tracing = launch.config.tracing
-    directory = Path(tracing.phase_trace_dir or launch.directory.phase_trace)
-    path = trace_path(directory, -1) if tracing.phase_trace_enabled else None
-    return SpanWriter(
-        path,
-        rank=-1,
-        run_id=run_id,
-        role="control",
-        max_bytes=tracing.phase_trace_max_bytes,
-        num_kept=tracing.phase_trace_keep,
-    )

@@ -5,7 +5,7 @@ from typing import TypeAlias
 import msgspec
 
 from libra.ids import GroupId, Incarnation, InstanceId, NodeRank, PolicyVersion, ReplicaId
-from libra.planner.plan import HybridPlacement, InstancePlacement, Plan
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, TrainPlacement
 from libra.pools.hybrid import BegunStep
 from libra.rollouts.group import AdmittedGroup, CompleteGroup
 from libra.rollouts.trajectory import Trajectory
@@ -200,6 +200,8 @@ class ReshapeGang(msgspec.Struct, frozen=True, tag=True):
     """Write the configuration of `plan`, then start the gang anew as its core."""
 
     plan: Plan
+    probes: bool = False
+    """Its ranks run the recompute probe, whatever they restore."""
 
 
 class KeepPlan(msgspec.Struct, frozen=True, tag=True):
@@ -297,6 +299,8 @@ class JudgeProbe(msgspec.Struct, frozen=True, tag=True):
 
     attempt: int
     probes: tuple[RecomputeProbed, ...]
+    forced: TrainPlacement | None = None
+    """The core that was probed, if it is not the one that was planned at first."""
 
 
 class ChangePlan(msgspec.Struct, frozen=True, tag=True):

@@ -161,9 +161,10 @@ class Cycle:
 
     @property
     def is_held(self) -> bool:
-        """The trainer stands at a step boundary; nothing is published or saved."""
+        """The trainer stands at a step boundary, or is starting; nothing is published or saved."""
         is_idle = self._publishing is None and self._saving_step is None
-        return self._is_hold_wanted and is_idle and self._phase is Phase.COLLECTING
+        stands = self._phase in (Phase.COLLECTING, Phase.STARTING)
+        return self._is_hold_wanted and is_idle and stands
 
     def hold(self) -> None:
         """Have the trainer stand at the next step boundary, until `release`."""

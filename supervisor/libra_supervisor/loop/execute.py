@@ -193,8 +193,8 @@ class Executor:
                 ports.engines.wake(instance_id)
             case commands.ForgetInstance(instance_id):
                 ports.routing.forget(instance_id)
-            case commands.ReshapeGang(plan):
-                self._start(self._reshape, plan)
+            case commands.ReshapeGang(plan, probes):
+                self._start(self._reshape, plan, probes)
             case commands.KeepPlan(memory):
                 ports.plans.remember(memory)
             case commands.WritePlan(plan):
@@ -351,11 +351,11 @@ class Executor:
 
     # Ranks
 
-    async def _reshape(self, plan: Plan) -> None:
+    async def _reshape(self, plan: Plan, probes: bool) -> None:
         """The ranks read their configuration when they start."""
         await anyio.to_thread.run_sync(self._ports.plans.write, plan, limiter=self._files)
         self._shape = msgspec.structs.replace(self._shape, dp_size=plan.train.dp)
-        self._ports.trainer.reshape(plan.train)
+        self._ports.trainer.reshape(plan.train, probes=probes)
 
     async def _send_batch(
         self, command: commands.SendBatch, before: tuple[anyio.Event, ...]

@@ -85,7 +85,8 @@ def _on_gang_lost(state: RunState, event: events.GangLost, at: Moment) -> tuple[
     cancelled = commands.CancelAllGroups(event.reason)
     begun_anew = state.follow(state.cycle.on_gang_lost(), at)
     changed = plan_life.on_training_failed(state, event.reason, at)
-    return (said, cancelled, *unrouted, *cancelled_batch, *begun_anew, *changed)
+    replicas_end = hybrid_life.on_core_lost(state, at)
+    return (said, cancelled, *unrouted, *cancelled_batch, *begun_anew, *changed, *replicas_end)
 
 
 def _on_probe_judged(state: RunState, event: events.ProbeJudged) -> tuple[Command, ...]:
@@ -96,7 +97,14 @@ def _on_probe_judged(state: RunState, event: events.ProbeJudged) -> tuple[Comman
     )
     match event.verdict:
         case "kept":
+            if state.nodes is not None and state.probe.forced is not None:
+                state.nodes.known_to_fit.add(state.probe.forced.layout)
             state.probe.on_kept()
+            return (said,)
+        case "refused":
+            # What follows is said by `node_life`: another layout, or the node is waited for.
+            if state.nodes is not None and state.probe.forced is not None:
+                state.nodes.refuse(state.probe.forced.layout)
             return (said,)
         case "replaced":
             return (said, commands.ChangePlan(event.message))
@@ -130,7 +138,9 @@ def on_rank_said(  # noqa: C901, PLR0911, PLR0912 - a table
             return (saved, *state.follow(state.cycle.on_saved(said.step, now=at.now), at))
         case RecomputeProbed():
             probes = state.probe.on_probed(said)
-            return () if probes is None else (commands.JudgeProbe(state.attempt, probes),)
+            if probes is None:
+                return ()
+            return (commands.JudgeProbe(state.attempt, probes, state.probe.forced),)
         case LaneOpened() | CoreJoined() | StepFollowed():
             return hybrid_life.on_core_said(state, said, at)
         case Hello() | RankWarm() | ModelReady() | Heartbeat() | SaveBegun() | RankFailed():

@@ -7,7 +7,7 @@ are opened at the core, snapshots are taken and thrown away, replicas are told t
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final, TypeAlias, assert_never
+from typing import TypeAlias, assert_never
 
 import msgspec
 
@@ -34,15 +34,19 @@ from libra_supervisor.loop.commands import Command
 News: TypeAlias = events.HybridJoined | events.HybridLost | events.HybridLeft
 
 
-LANE_KEY: Final = "lanes.key"
-
-
 class HybridTerms(msgspec.Struct, frozen=True, kw_only=True):
     """What the desk needs of the configuration."""
 
     run_id: RunId
+    key: bytes
+    """The secret of the lanes."""
+
     directory: str
-    """For the lanes' key and for snapshots."""
+    """For snapshots."""
+
+    core: TrainPlacement
+    hosts: tuple[str, ...] = ()
+    """Of a run over several nodes: under which they reach each other, by node."""
 
     replica_size: int
     """Ranks of a replica."""
@@ -53,10 +57,6 @@ class HybridTerms(msgspec.Struct, frozen=True, kw_only=True):
     join_timeout_s: float
     shape: BatchShape
     """Of the core's batches."""
-
-    @property
-    def key_path(self) -> str:
-        return str(Path(self.directory, LANE_KEY))
 
     def snapshot_of(self, step: int) -> str:
         return str(Path(self.directory, f"step_{step:06d}"))
@@ -78,7 +78,7 @@ class HybridDesk:
         self._placement_of: dict[ReplicaId, HybridPlacement] = {}
         self._attempt = 0
         self._is_core_ready = False
-        self._lanes: dict[int, LaneAddress] = {}
+        self._lanes: dict[int, LaneOpened] = {}
         self._is_opening = False
         self._joins: list[hybrid.Join] = []
         """That wait for lanes."""
@@ -120,8 +120,13 @@ class HybridDesk:
     # What happens at the core
 
     def on_core_begins(self, attempt: int) -> Done:
-        """Another gang is starting; the lanes of the one before are gone."""
-        self._attempt, self._is_core_ready, self._is_opening = attempt, False, False
+        """Another gang is starting."""
+        self._attempt = attempt
+        return self.on_core_lost()
+
+    def on_core_lost(self) -> Done:
+        """Its lanes are gone."""
+        self._is_core_ready = self._is_opening = False
         self._lanes.clear()
         self._joins.clear()
         return self._carried_out(self.pool.on_core_lost())
@@ -130,14 +135,14 @@ class HybridDesk:
         """From now on replicas are copies of a core of another layout. None is there now."""
         grid = core.tp * core.pp * core.cp
         self.terms = msgspec.structs.replace(
-            self.terms, replica_size=grid * core.ep, replica_data=core.ep
+            self.terms, core=core, replica_size=grid * core.ep, replica_data=core.ep
         )
 
     def on_core_ready(self) -> None:
         self._is_core_ready = True
 
     def on_lane_opened(self, said: LaneOpened) -> Done:
-        self._lanes[said.lane] = said.unix
+        self._lanes[said.lane] = said
         return Done(self._join_if_open())
 
     def is_snapshot(self, directory: str) -> bool:
@@ -195,8 +200,10 @@ class HybridDesk:
         if self._is_opening:
             return ()
         self._is_opening = True
-        terms = self.terms
-        opening = OpenLanes(terms.run_id, terms.key_path, terms.replica_size)
+        terms, core = self.terms, self.terms.core
+        nodes = [core.node_of_rank(rank) for rank in range(core.world_size)]
+        hosts = tuple(terms.hosts[node] for node in nodes) if terms.hosts else ()
+        opening = OpenLanes(terms.run_id, terms.key, terms.replica_size, hosts)
         return (commands.TellRanks(self._attempt, opening),)
 
     def _join_if_open(self) -> tuple[Command, ...]:
@@ -205,12 +212,23 @@ class HybridDesk:
         joins, self._joins = self._joins, []
         return tuple(commands.TellReplica(it.replica_id, self._join_message(it)) for it in joins)
 
+    def _lane_to(self, placement: HybridPlacement, rank: int) -> LaneAddress:
+        """Where a replica's rank finds its head: in memory of one node, or over the network."""
+        opened = self._lanes[rank]
+        node = placement.nodes[rank] if placement.nodes else placement.node
+        if node == self.terms.core.node_of_rank(opened.rank):
+            return opened.unix
+        if opened.tcp is None:
+            raise InvariantError(f"lane {rank} is not open for node {node}")
+        return opened.tcp
+
     def _join_message(self, join: hybrid.Join) -> JoinCore:
+        placement = self._placement_of[join.replica_id]
         return JoinCore(
             run_id=self.terms.run_id,
             replica_id=join.replica_id,
-            key_path=self.terms.key_path,
-            lanes=tuple(self._lanes[lane] for lane in range(self.terms.replica_size)),
+            key=self.terms.key,
+            lanes=tuple(self._lane_to(placement, rank) for rank in range(len(placement.slots))),
             snapshot=self.terms.snapshot_of(join.step),
         )
 

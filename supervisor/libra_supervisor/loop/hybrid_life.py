@@ -51,6 +51,13 @@ def on_core_begins(state: RunState, attempt: int, at: Moment) -> tuple[Command, 
     return _told(state, state.hybrids.on_core_begins(attempt), at)
 
 
+def on_core_lost(state: RunState, at: Moment) -> tuple[Command, ...]:
+    """Its replicas hold nothing that is of use to the next one, which may be long in coming."""
+    if state.hybrids is None:
+        return ()
+    return _told(state, state.hybrids.on_core_lost(), at)
+
+
 def on_core_ready(state: RunState) -> None:
     if state.hybrids is not None:
         state.hybrids.on_core_ready()

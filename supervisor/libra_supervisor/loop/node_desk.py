@@ -9,9 +9,8 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from libra.ids import InstanceId, NodeRank
-from libra.planner.placement import Slot
-from libra.planner.plan import Plan
-from libra.planner.without_nodes import Gone, Lack, Terms, plan_without
+from libra.planner.plan import Plan, Slot
+from libra.planner.without_nodes import Gone, Lack, Terms, is_same, plan_without
 
 Move: TypeAlias = Literal["loss", "servers", "training"]
 """What a change of the plan is about: to do without a node, or to use one again."""
@@ -21,7 +20,7 @@ class NodePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Of a run that goes on without nodes that are gone."""
 
     home: Plan
-    """With every node."""
+    """With every node, at the begin."""
 
     terms: Terms
     followers: tuple[NodeRank, ...]
@@ -38,6 +37,13 @@ class NodeDesk:
 
     def __init__(self, policy: NodePolicy, *, now: float) -> None:
         self.policy = policy
+        self.home = policy.home
+        """The plan that the run has when nothing is missing: what was decided last, of the nodes
+        that were counted on then."""
+
+        self.has_lost = False
+        """Something of it was done without, and is not all there again."""
+
         self.away: frozenset[NodeRank] = frozenset()
         """The run does without them, or would if anything else fitted."""
 
@@ -51,7 +57,13 @@ class NodeDesk:
         self._given_up: set[InstanceId] = set()
         self._not_before: dict[Move, float] = {}
         self._begun: tuple[Move, Plan] | None = None
-        self._found: tuple[Gone, Plan | Lack] | None = None
+        self.known_to_fit: set[tuple[int, ...]] = {policy.home.train.layout}
+        """Layouts of the core that were probed, or planned with."""
+
+        self.refused: frozenset[tuple[int, ...]] = frozenset()
+        """Layouts of the core that did not fit their recompute probe."""
+
+        self._found: tuple[Plan, Gone, Plan | Lack] | None = None
 
     def on_here(self, node: NodeRank, *, now: float) -> None:
         """It has joined."""
@@ -80,18 +92,32 @@ class NodeDesk:
 
     def target(self, gone: Gone) -> Plan | Lack:
         """The plan that the run should have now."""
-        if self._found is None or self._found[0] != gone:
-            self._found = (gone, plan_without(self.policy.home, gone, self.policy.terms))
-        return self._found[1]
+        if self._found is None or self._found[:2] != (self.home, gone):
+            terms = msgspec.structs.replace(self.policy.terms, why_not=self._why_not)
+            found = plan_without(self.home, gone, terms)
+            self._found = (self.home, gone, found)
+        return self._found[2]
+
+    def refuse(self, layout: tuple[int, ...]) -> None:
+        """A core of this layout does not fit: neither on these devices nor on others."""
+        self.refused |= {layout}
+        self._found = None
+
+    def _why_not(self, plan: Plan) -> str:
+        if plan.train.layout in self.refused:
+            return "it did not fit its recompute probe"
+        return self.policy.terms.why_not(plan)
 
     def may(self, move: Move, *, now: float) -> bool:
         return now >= self._not_before.get(move, now)
 
     def on_begun(self, move: Move, plan: Plan) -> None:
+        self.has_lost |= move == "loss"
         self._begun = (move, plan)
 
     def on_over(self, plan: Plan, *, now: float) -> None:
         """No change is under way, and `plan` is in force."""
+        self.has_lost &= not is_same(plan, self.home)
         if self._begun is None:
             return
         move, wanted = self._begun
@@ -120,8 +146,3 @@ class NodeDesk:
 
 
 WITHOUT_IT: Final = "the run goes on without it"
-
-
-def is_same(one: Plan, other: Plan) -> bool:
-    """Whether the same core trains and the same servers serve."""
-    return one.train == other.train and set(one.instances) == set(other.instances)

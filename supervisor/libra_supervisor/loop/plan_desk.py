@@ -11,13 +11,12 @@ from libra.ids import InstanceId, NodeRank, ReplicaId
 from libra.planner.applied import planned_config
 from libra.planner.lending import serves_nothing
 from libra.planner.matching import next_number_after
-from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, with_hybrids_in_core
+from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, Slot, with_hybrids_in_core
 from libra.pools.change_policy import Judgement, Policy, Refusal, judged, matched_by
 from libra.pools.ground import (
     Ground,
     Hybrid,
     Server,
-    Slot,
     Stage,
     core_slots,
     hybrid_slots,
@@ -30,6 +29,7 @@ from libra.pools.reconfiguration import Order, Reconfiguration
 from libra.pools.transition import PHASE_OF
 from libra_supervisor.loop.commands import Command
 from libra_supervisor.loop.plan_memory import PlanMemory
+from libra_supervisor.loop.presence import Presence
 from libra_supervisor.loop.stage_clock import StageClock
 from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRecord
 
@@ -63,6 +63,7 @@ class PlanDesk:
         config: RunConfig,
         memory: PlanMemory | None = None,
         hybrids: HybridPort | None = None,
+        presence: Presence | None = None,
     ) -> None:
         """`config` is the run's, whichever plan is written into it.
 
@@ -77,6 +78,7 @@ class PlanDesk:
         self.home: Plan | None = None
         """With every node there, once the loss of one has changed the plan."""
 
+        self.presence = presence or Presence()
         self.lent_from: Plan | None = None
         """Before replicas borrowed the last server; None while the plan in force has one."""
 
@@ -107,11 +109,17 @@ class PlanDesk:
     def _remember(self, memory: PlanMemory) -> None:
         self._next_number = max(memory.next_number, self._next_number)
         self.lost = frozenset((NodeRank(0), slot) for slot in memory.lost_slots)
+        self.lost |= frozenset(memory.lost_elsewhere)
         self._decision_id = memory.decision_id
         if memory.lent_from is not None:
             return  # what was borrowed ended with the supervisor before, and so did the loan
         self.plan = msgspec.structs.replace(memory.in_force, hybrids=())
         self.interrupted = memory.order or self._order_of_replicas(memory.plan)
+
+    @property
+    def unusable(self) -> frozenset[Slot]:
+        """Slots that no plan may use now: lost ones, and those of nodes that are not there."""
+        return self.lost | self.presence.slots_missing(self.policy.slots)
 
     @property
     def is_busy(self) -> bool:
@@ -145,7 +153,7 @@ class PlanDesk:
             self.plan,
             wanted,
             next_number=self._next_number,
-            lost=self.lost,
+            lost=self.unusable,
             asleep=self.asleep,
         )
 
@@ -161,17 +169,19 @@ class PlanDesk:
         """The plan in force with the servers of before the loan, matched; None without a loan.
 
         Replicas on their slots leave. Where the core has taken slots of them it gives them back.
+        None too while all that could come back are on nodes that are away.
         """
         if self.lent_from is None:
             return None
         core = core_slots(self.plan.train)
-        free = tuple(it for it in self.lent_from.instances if not server_slots(it) & core)
+        taken = core | self.presence.slots_missing(self.policy.slots)
+        free = tuple(it for it in self.lent_from.instances if not server_slots(it) & taken)
         wanted = self.lent_from
         if sum(it.tp for it in free) >= self.policy.min_rollout_gpus:
             serving = {slot for it in free for slot in server_slots(it)}
             kept = tuple(it for it in self.plan.hybrids if not hybrid_slots(it) & serving)
             wanted = msgspec.structs.replace(self.plan, instances=free, hybrids=kept)
-        return self.match(wanted)
+        return None if self.presence.missed_by(wanted) else self.match(wanted)
 
     def renamed(self, plan: Plan) -> Plan:
         """`plan` with fresh names for its replicas: they ended with the supervisor before.
@@ -180,7 +190,7 @@ class PlanDesk:
         """
         hybrids = []
         for hybrid in plan.hybrids if self.hybrids is not None else ():
-            if max(hybrid.slots) >= self.policy.num_slots:
+            if not hybrid_slots(hybrid) <= set(self.policy.slots):
                 continue
             name = ReplicaId(f"hybrid-{self._next_number}")
             self._next_number += 1
@@ -252,7 +262,7 @@ class PlanDesk:
         Names of what is new are those that it would get now, and are not used up.
         """
         plan = self.as_carried_out(wanted)
-        if why := self.why_not(plan):
+        if why := self.presence.missed_by(plan) or self.why_not(plan):
             return plan, Refusal(why)
         found = self._matched(plan)
         if found == self.plan:
@@ -285,6 +295,7 @@ class PlanDesk:
             order=self.interrupted if change is None else change.order,
             lent_from=self.lent_from,
             lost_slots=tuple(sorted(slot for node, slot in lost if not node)),
+            lost_elsewhere=tuple(sorted(slot for slot in lost if slot[0])),
             home=self.home,
         )
         if memory == self._kept:

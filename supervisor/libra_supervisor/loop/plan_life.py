@@ -1,7 +1,7 @@
 """What happens to the plan: a change is wanted, goes its way, and ends. Pure."""
 
 from collections.abc import Callable, Iterable
-from typing import assert_never
+from typing import Final, assert_never
 
 import msgspec
 
@@ -24,6 +24,9 @@ from libra_supervisor.loop.server_need import need_of_server
 from libra_supervisor.loop.stage_clock import StageClock
 from libra_supervisor.loop.transition_orders import orders_for
 from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRecord
+
+_SETS_HOME: Final = ("decision", "starved")
+"""Causes of changes that lead to another plan of the run, and not away from it or back."""
 
 _LOST = frozenset(
     {
@@ -149,7 +152,12 @@ def _on_wanted(
 ) -> tuple[Command, ...]:
     plans = state.plans
     plan = plans.as_carried_out(event.plan)
-    if why := why_not_now(state) or why_not_lent(state, plan) or plans.why_not(plan):
+    if why := (
+        why_not_now(state)
+        or plans.presence.missed_by(plan)
+        or why_not_lent(state, plan)
+        or plans.why_not(plan)
+    ):
         return _refused(state, event, Refusal(why), at)
     wanted = plans.match(plan)
     if wanted == plans.plan:
@@ -197,12 +205,14 @@ def overtaken(state: RunState, reason: str, at: Moment) -> tuple[Command, ...]:
     What it has done so far stays, and the other one begins from there.
     """
     plans, change = state.plans, state.plans.change
-    if change is None:
+    order = plans.interrupted if change is None else change.order
+    if order is None:
         return ()
     plans.stages.look({}, now=at.now)
-    plans.change = None
-    plans.take_over(change.ground)
-    record = _record(state, change.order, "failed", f"overtaken: {reason}", at)
+    plans.change = plans.interrupted = None
+    if change is not None:
+        plans.take_over(change.ground)
+    record = _record(state, order, "failed", f"overtaken: {reason}", at)
     return _told(state, msgspec.structs.replace(record, stages=plans.stages.seconds))
 
 
@@ -214,6 +224,8 @@ def why_not_now(state: RunState) -> str:
         return "no version is served yet"
     if state.cycle.stop_reason is not None:
         return f"the run is stopping: {state.cycle.stop_reason}"
+    if missed := state.plans.presence.missed_by(state.plans.plan):
+        return f"the run waits: {missed}"
     return ""
 
 
@@ -232,7 +244,9 @@ def _resume(state: RunState, at: Moment) -> tuple[Command, ...]:
     """Go on with what an earlier supervisor began, once a version is served again."""
     plans = state.plans
     order = plans.interrupted
-    if order is None or state.publication.committed is None:
+    if order is None or plans.change is not None or state.publication.committed is None:
+        return ()
+    if plans.presence.may_come(order.wanted):
         return ()
     plans.interrupted = None
     if not plans.policy.is_enabled:
@@ -240,7 +254,8 @@ def _resume(state: RunState, at: Moment) -> tuple[Command, ...]:
     # Replicas ended with their supervisor: those of the plan before are not attached again.
     old = msgspec.structs.replace(order.old, hybrids=())
     order = msgspec.structs.replace(order, old=old, wanted=plans.renamed(order.wanted))
-    if not order.is_turned and (why := devices_missing(plans.policy, order.wanted)):
+    why = devices_missing(plans.policy, order.wanted) or plans.presence.missed_by(order.wanted)
+    if why and not order.is_turned:
         order = msgspec.structs.replace(order, is_turned=True, turned_by=why)
     placements = {it.instance_id: it for it in (*order.old.instances, *order.wanted.instances)}
     plans.change = change = Reconfiguration(
@@ -276,6 +291,8 @@ def _notices(state: RunState) -> list[Notice]:
             found += _of_member(member.instance_id, member.state, member.last_error)
     if state.cycle.is_held:
         found.append(lambda it, now: it.on_step_held(now=now))
+    else:
+        found.append(lambda it, now: it.on_step_going(now=now))
     return found
 
 
@@ -290,8 +307,12 @@ def _of_member(instance_id: InstanceId, state: MemberState, error: str) -> list[
 
 
 def on_tick(state: RunState, at: Moment) -> tuple[Command, ...]:
-    change = state.plans.change
-    return () if change is None else _carried_out(state, change.on_tick(now=at.now), at)
+    change, presence = state.plans.change, state.plans.presence
+    if change is None:
+        return ()
+    if presence.is_away(change.order.old) or presence.is_away(change.order.wanted):
+        change.excuse(now=at.now)
+    return _carried_out(state, change.on_tick(now=at.now), at)
 
 
 def _drained(
@@ -358,6 +379,9 @@ def _ended(
         attached=tuple(it.replica_id for it in result.plan.hybrids if it not in before.hybrids),
         detached=tuple(it.replica_id for it in before.hybrids if it not in result.plan.hybrids),
     )
+    if state.nodes is not None and order.cause in _SETS_HOME and result.outcome == "done":
+        state.nodes.home = result.plan
+        plans.home = None if plans.home is None else result.plan
     given_up = tuple(
         commands.RetireInstance(it.instance_id)
         for it in state.pool.members

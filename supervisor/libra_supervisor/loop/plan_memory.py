@@ -3,7 +3,8 @@
 import msgspec
 
 from libra.ids import InstanceId, SlotId
-from libra.planner.plan import Plan
+from libra.planner.plan import Plan, Slot
+from libra.planner.without_nodes import is_same
 from libra.pools.reconfiguration import Order
 
 
@@ -25,6 +26,9 @@ class PlanMemory(msgspec.Struct, frozen=True, kw_only=True):
     lost_slots: tuple[SlotId, ...] = ()
     """Held by processes that did not end."""
 
+    lost_elsewhere: tuple[Slot, ...] = ()
+    """The same of other nodes."""
+
     lent_from: Plan | None = None
     """Before the last server was lent; None while something serves under `plan`."""
 
@@ -36,6 +40,16 @@ class PlanMemory(msgspec.Struct, frozen=True, kw_only=True):
     def in_force(self) -> Plan:
         """The plan before what is under way."""
         return self.plan if self.order is None else self.order.old
+
+    def whole(self) -> "PlanMemory":
+        """As if every node were there: what a supervisor that comes after counts on."""
+        home, order = self.home, self.order
+        if home is None:
+            return self
+        is_moved = order is not None and order.cause != "decision"
+        if not is_moved and is_same(self.in_force, home):
+            return self
+        return msgspec.structs.replace(self, plan=home, order=None)
 
     def to_start_with(self, *, min_rollout_gpus: int) -> Plan:
         """What a supervisor that comes after starts, without replicas: they ended with this one.

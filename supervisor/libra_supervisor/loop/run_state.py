@@ -98,7 +98,11 @@ class RunState:
                     done += self._evaluate(command, at)
                 case cycle.Reshape():
                     done += self.close_step(at)
-                    done.append(commands.ReshapeGang(self.plans.plan_to_reshape()))
+                    done.append(
+                        commands.ReshapeGang(
+                            self.plans.plan_to_reshape(), probes=self.probe.forced is not None
+                        )
+                    )
                 case cycle.Finish(reason):
                     done += self.close_step(at)
                     done.append(commands.EndRun(self.stop_exit_code, reason))

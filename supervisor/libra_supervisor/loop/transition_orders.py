@@ -3,7 +3,7 @@
 from typing import assert_never
 
 from libra.ids import InstanceId
-from libra.planner.plan import InstancePlacement
+from libra.planner.plan import InstancePlacement, TrainPlacement
 from libra.pools.ground import server_slots
 from libra.pools.member import MemberState
 from libra.pools.transition import (
@@ -88,7 +88,7 @@ def orders_for(  # noqa: C901, PLR0911, PLR0912, PLR0915 - a table
             return ()
         case ReshapeTraining(placement):
             state.ready_step = None
-            state.probe.on_other_layout()
+            _note_layout(state, placement)
             if state.hybrids is not None:
                 state.hybrids.on_core_reshaped(placement)
             return state.follow(state.cycle.on_reshape_wanted(), at)
@@ -102,6 +102,17 @@ def orders_for(  # noqa: C901, PLR0911, PLR0912, PLR0915 - a table
             return ()
         case _:
             assert_never(transition)
+
+
+def _note_layout(state: RunState, placement: TrainPlacement) -> None:
+    """A layout that the loss of a node forces on the run is probed before it trains."""
+    change, desk = state.plans.change, state.nodes
+    is_known = desk is None or placement.layout in desk.known_to_fit
+    is_forced = change is not None and change.order.cause == "node_lost"
+    if is_forced and not is_known and state.policy.num_probes:
+        state.probe.on_forced_layout(placement)
+    else:
+        state.probe.on_other_layout()
 
 
 def _holders(state: RunState, placement: InstancePlacement) -> frozenset[InstanceId]:

@@ -68,6 +68,11 @@ class RestartBudget:
         self._first_cause = ""
 
     @property
+    def allows_none(self) -> bool:
+        """Whether the first end that nobody asked for is the last, whatever caused it."""
+        return not self._policy.max_in_window
+
+    @property
     def num_failures(self) -> int:
         """Failures since the start or since the last time the window was empty."""
         return self._num_failures

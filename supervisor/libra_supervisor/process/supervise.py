@@ -382,7 +382,7 @@ class Supervision:
         if self._is_stop_wanted:
             return True
         now, cause = clock.now(), verdict.cause
-        if verdict.is_excused and not verdict.is_final:
+        if verdict.is_excused and not verdict.is_final and not self._budget.allows_none:
             self._enter(ChildState.BACKING_OFF, detail=cause, is_excused=True)
             await self._post(ChildRestartScheduled(self._child_id, 0.0, 0, now))
             return True

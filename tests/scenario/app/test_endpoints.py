@@ -1,58 +1,13 @@
 """Servers that somebody else runs: used, reloaded in place, never started, ended or signalled."""
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 
 import pytest
 
 from fake_runs import FakeRun
-from processes import CHILDREN
+from operators_servers import RUN_ID, OperatorsServer
 
 pytestmark = pytest.mark.timeout(400)
-
-RUN_ID = "others-1"
-
-
-class OperatorsServer:
-    """A fake server as its operator starts it, on an address that stays."""
-
-    def __init__(self, folder, index, *, run_id=RUN_ID):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.token_file = folder / "token"
-        self.token_file.write_text("the operator's secret")
-        self.token_file.chmod(0o600)
-        self._folder, self._index, self._run_id = folder, index, run_id
-        self._num_started = 0
-        self.process = None
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self):
-        self._num_started += 1
-        path = os.pathsep.join(map(str, (CHILDREN.parents[2], CHILDREN.parents[2] / "supervisor")))
-        mine = {
-            "PYTHONPATH": os.pathsep.join((path, str(CHILDREN.parent))),
-            "LIBRA_INSTANCE_ID": f"vllm-{self._index}",
-            "LIBRA_INCARNATION": f"life-{self._index}-{self._num_started}",
-            "LIBRA_RUN_ID": self._run_id,
-            "LIBRA_WEIGHTS_DIR": str(self._folder / "run" / "weights"),
-            "LIBRA_TOKEN_FILE": str(self.token_file),
-        }
-        argv = [sys.executable, str(CHILDREN / "fake_server.py"), "127.0.0.1", str(self.port)]
-        self.process = subprocess.Popen(argv, env={**os.environ, **mine}, stdout=subprocess.DEVNULL)
-
-    def stop(self):
-        if self.process is not None:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
 
 
 @pytest.fixture

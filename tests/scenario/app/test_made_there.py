@@ -10,6 +10,8 @@ from libra.ids import GroupId
 from libra.rollouts.group import AdmittedGroup, PromptRef
 from libra.rollouts.seeds import sampling_seed
 from libra.rollouts.trajectory import alignment_error
+from libra.tracing.chrome import read_trace, trace_files
+from libra.tracing.span import Phase
 from libra.wire import node as node_wire
 from libra_supervisor.app import node_making
 from libra_supervisor.events import SampleFinished, SampleGaveUp, SampleProgressed, SampleStarted
@@ -68,6 +70,18 @@ async def test_a_group_that_another_node_makes_has_the_names_seeds_and_rewards_i
         assert made.rollouts.node_of(THERE.group_id) is None
         assert len(made.of(SampleStarted)) == 4
         assert ("GET", "/metrics") not in made.servers["vllm-0"].calls
+    requests_are_in_the_trace(tmp_path / "run")
+
+
+def requests_are_in_the_trace(run_dir):
+    [path] = trace_files(run_dir)
+    assert path.name == "phase_trace_node1.jsonl"
+    [(header, spans)] = read_trace(path)
+    assert (header.role, header.rank) == ("node 1", -1)
+    routed = [span for span in spans if span.phase == Phase.ROUTE]
+    assert len({span.args["request"] for span in routed}) == 4
+    assert {span.phase for span in spans} <= {Phase.ROUTE, Phase.QUEUE_WAIT}
+    assert all(span.track.startswith("vllm-0") for span in routed)
 
 
 async def test_an_evaluation_is_made_there_of_its_own_data(tmp_path):

@@ -23,7 +23,14 @@ from libra.storage.receipt import holds
 from libra.wire.node import Leave
 from libra.wire.rank import MiniBatch, Sample, TrainStep
 from libra_supervisor.app.device_gate import DeviceGate, NodeGate, all_of
-from libra_supervisor.events import ChildExited, ChildReady, ChildStarted, ChildWaiting, GangLost
+from libra_supervisor.events import (
+    ChildExited,
+    ChildReady,
+    ChildStarted,
+    ChildWaiting,
+    GangGaveUp,
+    GangLost,
+)
 from libra_supervisor.instances.port_lease import lease_port
 from libra_supervisor.nodes.members import NodeLost
 from libra_supervisor.nodes.remote import remote_port
@@ -37,7 +44,7 @@ from libra_supervisor.process.supervise import Supervision
 from libra_supervisor.process.tree import StopDeadlines
 from libra_supervisor.ranks.agents import AgentsSpawner
 from libra_supervisor.ranks.gang import Gang
-from libra_supervisor.ranks.torchrun import AgentSite, GangSite
+from libra_supervisor.ranks.torchrun import TRAINER_ID, AgentSite, GangSite
 from libra_supervisor.run_directory import RunDirectory
 from processes import CHILDREN, alive, processes_tagged, python, site, until
 from two_nodes import TERMS, two_nodes
@@ -303,15 +310,25 @@ async def test_a_node_is_told_to_leave(tmp_path):
 # A gang whose ranks lie on this node and on the follower
 
 
-@asynccontextmanager
-async def spread_gang(place, nodes, *, misbehaves=None, num_here=1):
-    directory = RunDirectory(place.run_dir)
-    directory.create()
-    env = {
+def new_folder(path):
+    path.mkdir()
+    return path
+
+
+def env_of_ranks(misbehaves):
+    return {
         "PATH": os.environ["PATH"],
         "PYTHONPATH": os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p),
         "FAKE_RANK": json.dumps(misbehaves or {}),
     }
+
+
+@asynccontextmanager
+async def spread_gang(place, nodes, *, misbehaves=None, num_here=1, name=TRAINER_ID):
+    """A replica's, which is started once, where it is not the trainer's."""
+    directory = RunDirectory(place.run_dir)
+    directory.create()
+    env = env_of_ranks(misbehaves)
     here = (AgentSite(node=0, host="127.0.0.1", num_ranks=1, env=env),) * num_here
     there = AgentSite(node=1, host="127.0.0.1", num_ranks=1, env={"FAKE_RANK": env["FAKE_RANK"]})
     agents = (*here, there)
@@ -326,6 +343,9 @@ async def spread_gang(place, nodes, *, misbehaves=None, num_here=1):
         agents=agents,
         launcher=(sys.executable, str(CHILDREN / "fake_torchrun.py")),
         program=(str(CHILDREN / "fake_rank.py"),),
+        child_id=name,
+        is_restarted=name == TRAINER_ID,
+        socket_directory=new_folder(directory.root / name),
     )
 
     async def choose(attempt):
@@ -351,12 +371,13 @@ async def spread_gang(place, nodes, *, misbehaves=None, num_here=1):
 
         async def welcome(hello, link):
             try:
-                await gang.welcome(hello, link)
+                await nodes.gangs[hello.gang].welcome(hello, link)
             except PeerError:
                 pass
             finally:
                 link.close()
 
+        nodes.gangs = getattr(nodes, "gangs", {}) | {name: gang}
         nodes.node.on_rank = lambda linked, link: tasks.start_soon(welcome, linked.hello, link)
         tasks.start_soon(gang.run)
         yield gang
@@ -443,6 +464,32 @@ async def test_the_loss_of_a_node_takes_the_gang_down_until_it_is_back(tmp_path)
         await ready(place, 2, within_s=30)
         await gang.send(Rank(1), TrainStep(1, ()))
         await until(lambda: trained(place, 2) == [1], within_s=20)
+
+
+async def test_gangs_of_one_attempt_on_one_node_are_told_apart_and_a_replica_ends_with_it(tmp_path):
+    async with (
+        site(tmp_path) as place,
+        two_nodes(place) as nodes,
+        spread_gang(place, nodes) as core,
+        spread_gang(place, nodes, name=ChildId("hybrid-0"), num_here=0) as replica,
+    ):
+        await ready(place, 2, within_s=30)
+        assert core.attempt == replica.attempt == 1
+        assert (len(core.members), len(replica.members)) == (2, 1)
+        agents = [nodes.hands.agent_of(it) for it in (core.members[1], replica.members[0])]
+        assert [it.child_id for it in agents] == ["trainer-1", "hybrid-0-1"]
+        await replica.broadcast(TrainStep(1, ()))
+        await until(lambda: trained(place, 1) == [0], within_s=20)
+        nodes.net.is_silent = True
+        await until(lambda: of(place, GangGaveUp), within_s=30)
+        assert "node 1 was lost" in of(place, GangGaveUp)[0].reason
+        assert replica.status().state is ChildState.GAVE_UP
+        await until(lambda: core.status().state is ChildState.WAITING, within_s=20)
+        nodes.net.mend()
+        await ready(place, 3, within_s=30)
+        assert (core.attempt, replica.attempt) == (2, 1)
+    for name, rank in (("trainer-1", 1), ("hybrid-0-1", 0)):
+        assert f"rank {rank} argv" in (tmp_path / "logs" / f"{name}.log").read_text()
 
 
 @pytest.mark.case("R-B79")

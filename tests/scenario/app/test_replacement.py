@@ -1,9 +1,11 @@
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import anyio
 import pytest
 
+from libra.config.supervision import SupervisionConfig
 from libra.errors import PeerError
 from libra.ids import InstanceId, SlotId
 from libra.planner.plan import InstancePlacement
@@ -17,7 +19,8 @@ OLD, NEW, COMMITTED = Path("v000003"), Path("v000004"), Path("v000002")
 @pytest.fixture
 def engine():
     placement = InstancePlacement(instance_id=InstanceId("vllm-0"), tp=1, slots=(SlotId(0),))
-    return Engine(None, placement, None, port=0, served_directory=lambda: COMMITTED, rng=Random(0))
+    site = SimpleNamespace(config=SimpleNamespace(supervision=SupervisionConfig()))
+    return Engine(site, placement, None, port=0, served_directory=lambda: COMMITTED, rng=Random(0))
 
 
 async def test_the_newest_request_decides_from_what_the_next_process_starts(engine):

@@ -72,7 +72,8 @@ def obey(command):
 
 start_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
 run_id = os.environ["LIBRA_RUN_ID"]
-say(Hello(run_id, attempt, rank, world, rank, rank, 0, 0, 0, 0, os.getpid(), start_ticks))
+gang = os.environ["LIBRA_GANG"]
+say(Hello(run_id, attempt, rank, world, rank, rank, 0, 0, 0, 0, os.getpid(), start_ticks, gang))
 say(ModelReady(rank, 0, 1000, 0.1))
 print("rank", rank, "argv", sys.argv[1:], flush=True)
 decoder = FrameDecoder()

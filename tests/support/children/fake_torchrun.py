@@ -5,11 +5,13 @@ leaves ranks that ignore SIGTERM alone until TORCH_ELASTIC_SHUTDOWN_TIMEOUT, as 
 """
 
 import argparse
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 parser = argparse.ArgumentParser()
 for name in ("max-restarts", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "local-addr"):
@@ -24,10 +26,27 @@ parser.add_argument("program", nargs=argparse.REMAINDER)
 options = parser.parse_args()
 
 
+def places():
+    """(first rank here, ranks of all): agents are alike, or the run says how many ranks there are.
+
+    Then two agents have any shares of them.
+    """
+    first, world = (
+        options.node_rank * options.nproc_per_node,
+        options.nnodes * options.nproc_per_node,
+    )
+    if options.nnodes != 2 or "--config" not in options.program:
+        return first, world
+    config = Path(options.program[options.program.index("--config") + 1])
+    if not config.exists():
+        return first, world
+    world = json.loads(config.read_text())["training"]["train_gpus"]
+    return (world - options.nproc_per_node if options.node_rank else 0), world
+
+
 def start(local_rank):
-    # Every agent has as many ranks as the others.
-    rank = options.node_rank * options.nproc_per_node + local_rank
-    world = options.nnodes * options.nproc_per_node
+    first, world = places()
+    rank = first + local_rank
     env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world)}
     env |= {"MASTER_ADDR": options.master_addr, "MASTER_PORT": options.master_port}
     argv = [sys.executable, *options.program]
@@ -59,7 +78,7 @@ while any(rank.poll() is None for rank in ranks):
     if failed:
         k, rank = failed[0]
         end(ranks, signal.SIGTERM)
-        first = options.node_rank * options.nproc_per_node
+        first, _ = places()
         sys.stderr.write(
             "Root Cause (first observed failure):\n[0]:\n"
             f"  rank      : {first + k} (local_rank: {k})\n"

@@ -153,7 +153,10 @@ def obey_all():
 
 start_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
 run_id = os.environ["LIBRA_RUN_ID"]
-say(Hello(run_id, attempt, rank, world, rank, dp_rank(), 0, 0, 0, 0, os.getpid(), start_ticks))
+gang = os.environ["LIBRA_GANG"]
+say(
+    Hello(run_id, attempt, rank, world, rank, dp_rank(), 0, 0, 0, 0, os.getpid(), start_ticks, gang)
+)
 say(ModelReady(rank, 0 if restored is None else int(restored.name[5:]), 1000, 0.1))
 Thread(target=obey_all, daemon=True).start()
 decoder = FrameDecoder()
