@@ -8,7 +8,7 @@ from netns_hosts import hosts
 from node_runs import NodeRun
 from operators_servers import RUN_ID, OperatorsServer
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.long, pytest.mark.timeout(400)]
 
 
 def test_all_hosts_ask_servers_of_others_of_which_one_is_replaced(tmp_path):
