@@ -6,8 +6,9 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
-from libra.errors import LibraError, RefusedError
+from libra.errors import LibraError, PeerError, RefusedError
 from libra.wire.api import VERBS, StatusSnapshot, Verb, VerbReply, VerbRequest
+from libra.wire.decoding import decoded_json
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_BODY_BYTES = 64 * 1024
@@ -57,8 +58,8 @@ def _verb_handler(control: ControlPort, verb: Verb) -> Handler:
     async def handle(request: web.Request) -> web.Response:
         body = await request.read()
         try:
-            parsed = msgspec.json.decode(body, type=VerbRequest) if body else VerbRequest()
-        except msgspec.DecodeError as error:
+            parsed = decoded_json(body, VerbRequest) if body else VerbRequest()
+        except PeerError as error:
             return _json(VerbReply(ok=False, message=f"bad request body: {error}"), status=400)
         try:
             reply = await control.do(verb, parsed)

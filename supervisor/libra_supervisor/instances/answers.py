@@ -7,6 +7,7 @@ import msgspec
 from libra.errors import PeerError
 from libra.ids import InstanceId
 from libra.rollouts.trajectory import Completion, FinishReason
+from libra.wire.decoding import decoded_json
 from libra.wire.instance import VersionSpan
 
 
@@ -38,8 +39,8 @@ class _Answer(msgspec.Struct, frozen=True):
 def completion_of(content: bytes, instance_id: InstanceId, *, num_prompt_tokens: int) -> Completion:
     """Read one choice. Raises PeerError when it lacks ids, logprobs or whole version spans."""
     try:
-        answer = msgspec.json.decode(content, type=_Answer)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        answer = decoded_json(content, _Answer)
+    except PeerError as exc:
         raise PeerError(f"{instance_id} gave an answer that is no completion: {exc}") from exc
     problem = _problem(answer, num_prompt_tokens)
     if problem is not None:
@@ -74,8 +75,8 @@ def prompt_logprobs_of(
 ) -> tuple[float, ...]:
     """Logprob of each of `token_ids` but the first, given those before. Raises PeerError."""
     try:
-        answer = msgspec.json.decode(content, type=_ProbeAnswer)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        answer = decoded_json(content, _ProbeAnswer)
+    except PeerError as exc:
         raise PeerError(f"{instance_id} gave no prompt logprobs: {exc}") from exc
     entries = answer.choices[0].prompt_logprobs[1:]
     found = [

@@ -12,6 +12,7 @@ import msgspec
 from libra.errors import PeerError
 from libra.ids import InstanceId, RequestId
 from libra.rollouts.trajectory import Completion
+from libra.wire.decoding import decoded_json
 from libra.wire.instance import (
     TOKEN_IDS_ONLY,
     InstanceState,
@@ -177,8 +178,8 @@ class InstanceClient:
 
     def _decoded(self, content: bytes, kind: type[T], call: Call) -> T:
         try:
-            return msgspec.json.decode(content, type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+            return decoded_json(content, kind)
+        except PeerError as exc:
             raise PeerError(f"{self.instance_id} was unclear while {call.doing}: {exc}") from exc
 
 

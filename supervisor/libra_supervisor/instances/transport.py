@@ -18,6 +18,7 @@ import msgspec
 from libra import clock
 from libra.errors import LibraError, OverloadedError, PeerError, RefusedError, RejectedError
 from libra.ids import InstanceId
+from libra.wire.decoding import decoded_json
 from libra.wire.instance import INSTANCE_HEADER, WEIGHTS_UNKNOWN
 from libra_supervisor.http.answer import Answer
 from libra_supervisor.http.client import HttpClient
@@ -214,8 +215,8 @@ class _ErrorBody(msgspec.Struct):
 def error_message(content: bytes | bytearray) -> str:
     """Return what an error body of vLLM, FastAPI or ours says, else how it begins."""
     try:
-        body = msgspec.json.decode(content, type=_ErrorBody)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        body = decoded_json(content, _ErrorBody)
+    except PeerError:
         return content[:200].decode(errors="replace")
     if isinstance(body.error, _ErrorDetail):
         return body.error.message
