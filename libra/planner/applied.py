@@ -8,6 +8,7 @@ from libra.config.rollout import TpBucket
 from libra.config.run import RunConfig
 from libra.errors import ConfigError
 from libra.planner.lending import serves_nothing
+from libra.planner.matching import slots_of
 from libra.planner.plan import Plan
 
 
@@ -60,15 +61,18 @@ def _with_lent_gpus(config: RunConfig, num_gpus: int) -> RunConfig:
     )
 
 
-def pinned_config(config: RunConfig, old: RunConfig) -> RunConfig:
+def pinned_config(config: RunConfig, old: RunConfig, *, changed: Plan | None = None) -> RunConfig:
     """`config` for a run that goes on: with `grp` it keeps the layout that `old` was run with.
 
-    What was learned since might plan another one, and nobody asked for a change.
-    Raises ConfigError when the budget of GPUs has changed.
+    What was learned since might plan another one, and nobody asked for a change. Raises ConfigError
+    when the budget of GPUs has changed; or, of a run whose plan has `changed` meanwhile and may use
+    less than it had or lend some, when it is too small for that.
     """
     if config.global_resource_planner.initial_allocation_strategy != "grp":
         return config
     budget, had = _num_gpus(config), _num_gpus(old)
+    if changed is not None:
+        had = max(budget, len(slots_of(changed)))
     if budget != had:
         raise ConfigError(
             f"train_gpus + rollout_gpus is {budget} and was {had}, but --resume cannot change the "

@@ -46,3 +46,25 @@ def test_the_planner_s_budget_cannot_change_on_resume():
     )
     with pytest.raises(ConfigError, match="is 56 and was 48"):
         pinned_config(more, ran)
+
+
+def test_a_budget_of_which_replicas_have_a_part_is_the_one_it_was():
+    given = grp_config()
+    found = plan(given).plan
+    *stay, left = found.instances
+    lent = (HybridPlacement(replica_id=ReplicaId("hybrid-0"), slots=left.slots),)
+    changed = msgspec.structs.replace(found, instances=tuple(stay), hybrids=lent)
+    ran = planned_config(given, changed)
+    assert ran.rollout.rollout_gpus < found.num_rollout_gpus
+    assert sizes(pinned_config(given, ran, changed=changed)) == sizes(ran)
+    with pytest.raises(ConfigError, match="is 40 and was 48"):
+        pinned_config(
+            msgspec.structs.replace(
+                given,
+                rollout=msgspec.structs.replace(
+                    given.rollout, rollout_gpus=given.rollout.rollout_gpus - 8
+                ),
+            ),
+            ran,
+            changed=changed,
+        )

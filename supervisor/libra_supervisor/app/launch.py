@@ -129,7 +129,7 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
     memory: PlanMemory | None = None
     if request.is_resume and directory.resolved_config_json.exists():
         old, found = earlier_run(directory)
-        config = pinned_config(config, old)
+        config = pinned_config(config, old, changed=None if found is None else found.in_force)
         if config.global_resource_planner.runtime_dynamic_reconfiguration_enabled:
             memory = None if found is None else found.whole()
         if memory is not None:
