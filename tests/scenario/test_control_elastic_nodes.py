@@ -12,7 +12,7 @@ from libra.config.rollout import TpBucket
 from libra.ids import InstanceId, NodeRank
 from libra.planner.matching import slots_of
 from libra_supervisor import events
-from node_world import HOME, PATIENCE_S, TIMEOUT_S
+from node_world import HOME, PATIENCE_S, TIMEOUT_S, happens
 
 ONE, TWO = NodeRank(1), NodeRank(2)
 pytestmark = pytest.mark.timeout(120)
@@ -360,22 +360,11 @@ def _live_through(world, rng, doings):
     assert {step for _, step, _ in world.trained} == set(range(1, 13))
 
 
-def _do(world, rng, doing, count, node, named, number):  # noqa: C901, PLR0912, PLR0913, PLR0917
+def _do(world, rng, doing, count, node, named, number):  # noqa: PLR0913, PLR0917
     match doing:
-        case "lose" if node in world.there:
-            world.lose(node, is_said_first=rng.random() < 0.5)
-        case "join" if node not in world.there:
-            world.join(node)
-        case "kill" if world.processes:
-            world.kill_process(rng.choice(sorted(world.processes)))
-        case "gang" if not world.gang_waits:
-            world.lose_gang()
-        case "time":
-            world.pass_time(float(count))
         case "order":
             world.order(number + 1, **named)
         case "joins":
             world.joins = not world.joins
-        case "steps":
-            for _ in range(count):
-                world.step(rng)
+        case _:
+            happens(world, rng, doing, count, node)

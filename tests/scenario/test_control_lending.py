@@ -2,7 +2,6 @@
 
 from random import Random
 
-import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +22,7 @@ from libra_supervisor import events
 from libra_supervisor.app.operator import waiting_for
 from libra_supervisor.loop.cycle import Phase
 from libra_supervisor.loop.server_need import lead_steps
-from metrics_source import trained_collector
+from metrics_source import metric_values
 
 
 def want(world, plan: Plan, decision_id=1):
@@ -124,15 +123,7 @@ def test_nothing_is_asked_for_while_nothing_serves_and_status_says_what_is_left(
 def test_the_metrics_page_shows_no_slot_of_rollout_and_nothing_can_be_reloaded():
     world, rng = lending(), Random(3)
     borrowed(world, rng)
-
-    async def collect():
-        return list(trained_collector(world).collect())
-
-    values = {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in anyio.run(collect)
-        for sample in family.samples
-    }
+    values = metric_values(world)
     assert values["libra_plan_slots", "rollout"] == 0
     publication, cycle = world.control.publication, world.control.cycle
     until(world, rng, lambda: publication.is_idle and not publication.is_being_checked)

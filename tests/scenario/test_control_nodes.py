@@ -19,6 +19,7 @@ from node_world import (
     PATIENCE_S,
     RETRY_S,
     NodeWorld,
+    happens,
     instance,
     lost,
     started,
@@ -405,7 +406,7 @@ def test_whatever_leaves_and_returns_no_slot_has_two_owners_and_every_step_is_tr
     for doing, count, node in doings:
         if world.ended is not None:
             break
-        _do(world, rng, doing, count, node)
+        happens(world, rng, doing, count, node)
     for node in (ONE, TWO):
         if node not in world.there and world.ended is None:
             world.join(node)
@@ -416,23 +417,6 @@ def test_whatever_leaves_and_returns_no_slot_has_two_owners_and_every_step_is_tr
         assert "3 batches in a row" in world.ended.reason
         return
     assert {step for _, step, _ in world.trained} == set(range(1, 9))
-
-
-def _do(world, rng, doing, count, node):
-    match doing:
-        case "lose" if node in world.there:
-            world.lose(node, is_said_first=rng.random() < 0.5)
-        case "join" if node not in world.there:
-            world.join(node)
-        case "kill" if world.processes:
-            world.kill_process(rng.choice(sorted(world.processes)))
-        case "gang" if not world.gang_waits:
-            world.lose_gang()
-        case "time":
-            world.pass_time(float(count))
-        case "steps":
-            for _ in range(count):
-                world.step(rng)
 
 
 pytestmark = pytest.mark.timeout(120)

@@ -2,7 +2,6 @@
 
 from random import Random
 
-import anyio
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +28,7 @@ from libra.pools.reconfiguration import Order
 from libra_supervisor import events
 from libra_supervisor.app.operator import waiting_for
 from libra_supervisor.loop.plan_memory import PlanMemory
-from metrics_source import trained_collector
+from metrics_source import metric_values
 
 
 def test_an_instance_joins_at_the_committed_version_and_one_leaves_after_its_requests():
@@ -57,15 +56,7 @@ def test_the_metrics_page_shows_the_plan_and_its_changes():
     want(world, plan([2, 3], [0, 1]))
     until(world, rng, lambda w: len(w.reconfigurations) == 1)
     want(world, plan([2, 3], [0, 1]), 2)
-
-    async def collect():
-        return list(trained_collector(world).collect())
-
-    values = {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in anyio.run(collect)
-        for sample in family.samples
-    }
+    values = metric_values(world)
     assert values["libra_plan_slots", "train"] == 2
     assert values["libra_plan_slots", "rollout"] == 2
     assert values["libra_reconfigurations_total", "done"] == 1

@@ -2,7 +2,9 @@
 
 from random import Random
 
+import anyio
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
 
 from control_world import RandomWorld
 from fleets import fleet_of, place
@@ -126,3 +128,16 @@ def trained_collector(world: RandomWorld | None = None) -> RunCollector:
 
 def trained_registry() -> CollectorRegistry:
     return registry_of(trained_collector())
+
+
+def metric_values(world: RandomWorld) -> dict[tuple[str, ...], float]:
+    """By name and labels; the page reads the event loop's clock, as it is read inside one."""
+
+    async def collect() -> list[Metric]:
+        return list(trained_collector(world).collect())
+
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in anyio.run(collect)
+        for sample in family.samples
+    }

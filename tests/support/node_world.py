@@ -199,3 +199,21 @@ def lost(world, rng, node):
     world.lose(node)
     world.pass_time(PATIENCE_S)
     world.until(rng, lambda: len(world.records) > num_before)
+
+
+def happens(world, rng, doing, count, node):
+    """What a script of a test says, where it can: to `node`, or `count` times or seconds."""
+    match doing:
+        case "lose" if node in world.there:
+            world.lose(node, is_said_first=rng.random() < 0.5)
+        case "join" if node not in world.there:
+            world.join(node)
+        case "kill" if world.processes:
+            world.kill_process(rng.choice(sorted(world.processes)))
+        case "gang" if not world.gang_waits:
+            world.lose_gang()
+        case "time":
+            world.pass_time(float(count))
+        case "steps":
+            for _ in range(count):
+                world.step(rng)
