@@ -121,6 +121,33 @@ def plan_in_words(plan: Plan) -> str:
     )
 
 
+def places_in_words(plan: Plan) -> str:
+    """A line for each of several nodes: `node 1: 2 ranks on slots 0, 1; vllm-3 on 2`.
+
+    Empty where all is on one node.
+    """
+    train = plan.train
+    slots_of: dict[NodeRank, dict[str, list[SlotId]]] = {}
+    for rank, slot in enumerate(train.slots):
+        slots_of.setdefault(train.node_of_rank(rank), {}).setdefault("ranks", []).append(slot)
+    for it in plan.instances:
+        if it.slots:
+            slots_of.setdefault(it.node, {})[it.instance_id] = list(it.slots)
+    if set(slots_of) <= {NodeRank(0)}:
+        return ""
+    return "".join(f"node {node}: {_shares(slots_of[node])}\n" for node in sorted(slots_of))
+
+
+def _shares(slots_of: dict[str, list[SlotId]]) -> str:
+    said = {
+        name: f"{len(slots)} ranks on slots" if name == "ranks" else f"{name} on"
+        for name, slots in slots_of.items()
+    }
+    return "; ".join(
+        f"{said[name]} {', '.join(map(str, slots))}" for name, slots in slots_of.items()
+    )
+
+
 def slots_in_words(slots: Iterable[Slot]) -> str:
     """`0, 1`; where others than the first node have some, `0 of node 0, 2, 3 of node 1`."""
     chosen = list(slots)

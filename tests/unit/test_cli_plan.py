@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from config_files import write_run
 from libra.config.load import load_config
-from libra.errors import DataError
+from libra.errors import ConfigError, DataError
 from libra.planner.calibration import Observation
 from libra_supervisor.cli.inspection import plan
+from libra_supervisor.cli.main import main
 from libra_supervisor.records.calibration import CalibrationStore, empty_book
 from libra_supervisor.records.reader import observed_lengths
 from libra_supervisor.run_directory import RunDirectory
@@ -83,3 +85,30 @@ def test_a_line_that_is_no_trajectory_is_named_by_file_and_number(tmp_path, line
 
 def step_s(text):
     return float(text.partition("step ")[2].partition(" s")[0])
+
+
+OVER_NODES = (
+    *("nodes=[{host: 192.0.2.1}, {host: 192.0.2.2}]", "train_gpus=2", "rollout_gpus=4"),
+    "heterogeneous_rollout.instances=[{tp: 1, count: 4}]",
+)
+
+
+def test_plan_says_what_lies_on_which_node(tmp_path, capsys):
+    overrides = [part for it in OVER_NODES for part in ("-o", it)]
+    assert main(["plan", str(write_run(tmp_path)), *overrides]) == 0
+    shown = capsys.readouterr().out
+    assert "node 0: vllm-0 on 0; vllm-1 on 1; vllm-2 on 2\n" in shown
+    assert "node 1: 2 ranks on slots 1, 2; vllm-3 on 0\n" in shown
+    assert main(["plan", str(write_run(tmp_path / "alone"))]) == 0
+    assert "node" not in capsys.readouterr().out
+
+
+def test_a_dry_run_of_a_follower_joins_nobody(tmp_path, capsys):
+    overrides = [part for it in OVER_NODES for part in ("-o", it)]
+    argv = ["run", str(write_run(tmp_path)), *overrides, "--run-dir", str(tmp_path / "run")]
+    (tmp_path / "token").write_text("a-token-of-the-nodes")
+    (tmp_path / "token").chmod(0o600)
+    argv += ["-o", f"node_token_file={tmp_path / 'token'}", "--dry-run", "--node-rank", "1"]
+    assert main(argv) == ConfigError.exit_code
+    assert "run it on node 0 (192.0.2.1)" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -3,8 +3,13 @@ import socket
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra.config.model import ModelConfig
+from libra.config.rollout import RolloutConfig
+from libra.config.run import RunConfig
+from libra.ids import InstanceId, NodeRank, SlotId
+from libra.planner.plan import InstancePlacement, Plan, TrainPlacement
 from libra.rewards import sandbox
-from libra_supervisor.doctor import probes
+from libra_supervisor.doctor import checks, probes
 from libra_supervisor.doctor.findings import (
     GIB,
     HostDemand,
@@ -93,3 +98,42 @@ def test_a_reward_that_cannot_run_here_is_found_before_the_run(monkeypatch):
 def test_memory_and_disk_of_this_machine_are_positive(tmp_path):
     assert probes.available_memory_bytes() > 0
     assert probes.free_disk_bytes(tmp_path / "not" / "there" / "yet") > 0
+
+
+def over_nodes(*, node):
+    """Two ranks and a server here, and as many on `node`."""
+    slots = tuple(map(SlotId, range(2)))
+    train = TrainPlacement(
+        tp=1, pp=1, cp=1, ep=1, dp=4, slots=slots * 2, nodes=(*HERE * 2, *(NodeRank(node),) * 2)
+    )
+    servers = tuple(
+        InstancePlacement(instance_id=InstanceId(f"vllm-{n}"), tp=1, slots=(SlotId(2),), node=where)
+        for n, where in enumerate((*HERE, NodeRank(node)))
+    )
+    return Plan(strategy="configured", train=train, instances=servers)
+
+
+HERE = (NodeRank(0),)
+
+
+def test_a_node_needs_memory_and_ports_for_what_is_on_it_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "stored_parameters", lambda _: 10**9)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        # That of the second server.
+        base = taken.getsockname()[1] - 1
+        config = RunConfig(
+            model=ModelConfig(model_path="/m"), rollout=RolloutConfig(rollout_port_base=base)
+        )
+
+        def found(node):
+            plan = over_nodes(node=node)
+            return {it.check: it for it in checks.check_site(config, plan, "cpu", tmp_path)}
+
+        assert needed_gib(found(1)) < 0.6 * needed_gib(found(0))
+        name = f"port {base + 1}"
+        assert not found(0)[name].ok
+        assert name not in found(1)
+
+
+def needed_gib(found):
+    return float(found["memory"].detail.partition("about ")[2].partition(" GiB")[0])

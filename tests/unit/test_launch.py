@@ -16,6 +16,7 @@ from libra.config.training import TrainingConfig
 from libra.errors import ConfigError, InfeasiblePlanError, SiteError
 from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
 from libra.planner.applied import planned_config
+from libra.planner.placement import spread_over_nodes
 from libra.planner.plan import (
     HybridPlacement,
     InstancePlacement,
@@ -221,6 +222,34 @@ def test_every_node_counts_as_described_or_as_having_its_share(working, gpus, de
     )
     assert gpus_per_node(made) == per_node
     assert gpus_per_node(msgspec.structs.replace(made, site=None)) is None
+
+
+def test_a_resumed_run_over_nodes_counts_no_more_slots_here_than_before(working):
+    changes = PlannerConfig(runtime_dynamic_reconfiguration_enabled=True)
+    asked = config(
+        training=TrainingConfig(train_gpus=4),
+        rollout=RolloutConfig(rollout_gpus=4),
+        global_resource_planner=changes,
+    )
+    plan = spread_over_nodes(configured_plan(asked), gpus_per_node=4)
+    made = Launch(
+        config=asked,
+        directory=RunDirectory(working),
+        plan=plan,
+        given=asked,
+        report=None,
+        book=None,
+        store=None,
+        device="cpu",
+        devices=(),
+        environ={},
+        loaded=msgspec.structs.replace(request().loaded, config=asked),
+        is_resume=True,
+        site=TWO_NODES,
+    )
+    assert num_slots_of(made) == 4
+    memory = PlanMemory(plan=plan, next_number=4)
+    assert num_slots_of(msgspec.structs.replace(made, memory=memory)) == 4
 
 
 def test_resume_with_nothing_to_resume_says_where_it_looked(working):

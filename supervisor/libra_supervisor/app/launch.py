@@ -291,7 +291,8 @@ def num_slots_of(launch: Launch) -> int:
         return found
     # Slots share cores: what an earlier plan of the run had, or has lent, is still there.
     earlier = (launch.memory.plan, launch.memory.in_force)
-    return max(found, num_gpus_of(launch), *map(_num_slots_in, earlier))
+    asked_for = num_gpus_of(launch) if launch.site is None else 0
+    return max(found, asked_for, *map(_num_slots_in, earlier))
 
 
 def _num_slots_in(plan: Plan) -> int:

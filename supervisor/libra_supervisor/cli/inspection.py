@@ -6,17 +6,18 @@ from argparse import Namespace
 import anyio
 import msgspec
 
-from libra.config.load import current_environ, load_config
+from libra.config.load import LoadedConfig, current_environ, load_config
 from libra.planner.demand import observed_demand
-from libra.planner.plan import plan_in_words
+from libra.planner.plan import Plan, places_in_words, plan_in_words
 from libra.planner.render import render_plan
 from libra.planner.search import plan as planned
-from libra_supervisor.app.launch import RUNS
+from libra_supervisor.app.launch import RUNS, on_nodes
 from libra_supervisor.doctor import probes
 from libra_supervisor.doctor.checks import check_site
 from libra_supervisor.doctor.devices import cpu_cores, cuda_devices, resolved_device
 from libra_supervisor.doctor.findings import GIB, Finding
 from libra_supervisor.doctor.leftovers import leftover_findings
+from libra_supervisor.nodes.site import site_of
 from libra_supervisor.process.kernel import Linux
 from libra_supervisor.records.calibration import known_book, store_of
 from libra_supervisor.records.reader import observed_lengths
@@ -54,10 +55,13 @@ def plan(options: Namespace) -> int:
         lengths = observed_lengths(RunDirectory(options.lengths_of))
         demand = observed_demand(loaded.config, lengths)
     report = planned(loaded.config, calibration=book, demand=demand)
+    placed = _on_nodes(report.plan, loaded)
+    report = msgspec.structs.replace(report, plan=placed)
     if options.as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
     else:
-        sys.stdout.write(f"{plan_in_words(report.plan)}\n{render_plan(report, book)}")
+        words = f"{plan_in_words(placed)}\n{places_in_words(placed)}"
+        sys.stdout.write(f"{words}{render_plan(report, book)}")
     return 0
 
 
@@ -77,7 +81,7 @@ def doctor(options: Namespace) -> int:
         config = loaded.config
         device = resolved_device(config.control.device, environ)
         book = known_book(config, store_of(config, loaded.environment))
-        plan = planned(config, calibration=book).plan
+        plan = _on_nodes(planned(config, calibration=book).plan, loaded)
         findings = check_site(config, plan, device, RUNS.resolve())
     findings += anyio.run(leftover_findings, Linux())
     if options.as_json:
@@ -85,6 +89,12 @@ def doctor(options: Namespace) -> int:
     else:
         sys.stdout.writelines(_line(finding) for finding in findings)
     return 0 if all(finding.ok for finding in findings) else ENVIRONMENT
+
+
+def _on_nodes(plan: Plan, loaded: LoadedConfig) -> Plan:
+    """As a run would place it; which of the nodes this machine is makes no difference."""
+    site = site_of(loaded.config.cluster, loaded.environment, node_rank=0)
+    return plan if site is None else on_nodes(plan, loaded.config, site.num_nodes)
 
 
 def _line(finding: Finding) -> str:

@@ -12,7 +12,7 @@ import msgspec
 
 from libra.config.load import LoadedConfig, current_environ, load_config
 from libra.errors import ConfigError, LibraError
-from libra.planner.plan import plan_in_words
+from libra.planner.plan import places_in_words, plan_in_words
 from libra.storage.checkpoints import read_checkpoint_manifest
 from libra.tracing.log import set_up_logging
 from libra.workflows.loading import load_workflow, warning_of
@@ -100,6 +100,11 @@ def _run(  # noqa: PLR0915 - the steps of a start, in their order
     )
     token = "" if site is None else _shared_token(options, loaded)
     if site is not None and not site.leads:
+        if options.dry_run:
+            raise ConfigError(
+                f"this is node {site.rank}, which follows: --dry-run shows what the leader would "
+                f"do; run it on node 0 ({site.hosts[0]})"
+            )
         return _follow(options, loaded, environ, site, token)
     request = RunRequest(
         loaded=loaded,
@@ -114,7 +119,9 @@ def _run(  # noqa: PLR0915 - the steps of a start, in their order
     if options.dry_run:
         launch = prepare(request, directory, writes=False)
         _opened(launch)
-        sys.stdout.write(f"{directory.root}\n{plan_in_words(launch.plan)}\n")
+        sys.stdout.write(
+            f"{directory.root}\n{plan_in_words(launch.plan)}\n{places_in_words(launch.plan)}"
+        )
         return 0
     with made_and_held(directory), display_on(sys.stderr) as display:
         event_log = set_up_logging(directory.control_log, show=display.log, level=options.log_level)

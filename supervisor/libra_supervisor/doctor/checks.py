@@ -31,6 +31,7 @@ def check_site(
 ) -> list[Finding]:
     """Packages, the reward, memory, disk and ports, every one of them, whether it is fine or not.
 
+    Of a run over several nodes: what the first of them has to have, since that is where we are.
     `held` is what the run itself has from an earlier supervisor, and counts as available.
     """
     num_parameters = stored_parameters(Path(config.model.model_path))
@@ -64,10 +65,10 @@ def _host_demand(config: RunConfig, plan: Plan, num_parameters: int) -> HostDema
     resolved = config.training.train_dtype if dtype == "auto" else dtype
     return HostDemand(
         num_parameters=num_parameters,
-        num_ranks=plan.train.world_size,
+        num_ranks=sum(not plan.train.node_of_rank(rank) for rank in range(plan.train.world_size)),
         model_parallel_size=plan.train.tp * plan.train.pp,
-        num_instances=sum(1 for it in plan.instances if it.slots),
-        num_workers=sum(len(it.slots) for it in plan.instances),
+        num_instances=sum(1 for it in plan.instances if it.slots and not it.node),
+        num_workers=sum(len(it.slots) for it in plan.instances if not it.node),
         engine_bytes_per_parameter=BYTES_OF_DTYPE[resolved],
         kv_cache_bytes_per_worker=config.rollout.rollout_kv_cache_bytes or CPU_KV_CACHE_BYTES,
     )
@@ -86,7 +87,7 @@ def _port_findings(config: RunConfig, plan: Plan, held: frozenset[int]) -> list[
         findings += [
             probes.port_finding(LOOPBACK, base + index, "rollout_port_base")
             for index, instance in enumerate(plan.instances)
-            if instance.slots and base + index not in held
+            if instance.slots and not instance.node and base + index not in held
         ]
     if config.api.api_port:
         findings.append(probes.port_finding(config.api.api_host, config.api.api_port, "api_port"))
