@@ -358,6 +358,9 @@ class Cluster:
         if not await self._has_successor():
             return
         self._is_replaced = True
+        for node in self.nodes.values():
+            # They obey the other leader: what they have of this one is not waited for.
+            node.on_lost(self._why_replaced)
         raise SiteError(self._why_replaced)
 
     async def _has_successor(self) -> bool:
