@@ -107,6 +107,13 @@ def test_resume_prefers_the_newest_run_that_saved_something(working, monkeypatch
     assert choose_directory(request(is_resume=True)).root == saved
 
 
+def launch_of(working, plan, **changes) -> Launch:
+    """On CPU, without a report, a calibration or devices."""
+    usual = {"report": None, "book": None, "store": None, "device": "cpu", "devices": ()}
+    directory = RunDirectory(working)
+    return Launch(directory=directory, plan=plan, environ={}, **usual, **changes)
+
+
 def test_a_resumed_run_plans_for_all_its_devices_lent_and_idle_ones_too(working):
     core = TrainPlacement(tp=1, pp=1, cp=1, ep=1, dp=1, slots=(SlotId(0),))
     server = InstancePlacement(instance_id=InstanceId("vllm-0"), tp=1, slots=(SlotId(1),))
@@ -115,17 +122,11 @@ def test_a_resumed_run_plans_for_all_its_devices_lent_and_idle_ones_too(working)
     asked = request()
     sizes = {"training": TrainingConfig(train_gpus=1), "rollout": RolloutConfig(rollout_gpus=3)}
     loaded = msgspec.structs.replace(asked.loaded, config=config(**sizes))
-    launch = Launch(
+    launch = launch_of(
+        working,
+        alone,
         config=config(),
-        directory=RunDirectory(working),
-        plan=alone,
         given=planned_config(config(**sizes), alone),
-        report=None,
-        book=None,
-        store=None,
-        device="cpu",
-        devices=(),
-        environ={},
         loaded=loaded,
         is_resume=True,
         memory=PlanMemory(plan=msgspec.structs.replace(alone, hybrids=(lent,)), next_number=2),
@@ -142,17 +143,11 @@ def test_slots_that_were_lent_are_there_after_a_resume_on_cpu(working):
     lent = HybridPlacement(replica_id=ReplicaId("hybrid-1"), slots=(SlotId(2000),))
     alone = Plan(strategy="grp", train=core, instances=(server,))
     changes = PlannerConfig(runtime_dynamic_reconfiguration_enabled=True)
-    launch = Launch(
+    launch = launch_of(
+        working,
+        alone,
         config=config(global_resource_planner=changes),
-        directory=RunDirectory(working),
-        plan=alone,
         given=config(),
-        report=None,
-        book=None,
-        store=None,
-        device="cpu",
-        devices=(),
-        environ={},
         loaded=request().loaded,
         is_resume=True,
         memory=PlanMemory(plan=msgspec.structs.replace(alone, hybrids=(lent,)), next_number=2),
@@ -205,17 +200,11 @@ def test_every_node_counts_as_described_or_as_having_its_share(working, gpus, de
         rollout=RolloutConfig(rollout_gpus=gpus[1]),
         hardware=hardware if described else None,
     )
-    made = Launch(
+    made = launch_of(
+        working,
+        configured_plan(asked),
         config=asked,
-        directory=RunDirectory(working),
-        plan=configured_plan(asked),
         given=asked,
-        report=None,
-        book=None,
-        store=None,
-        device="cpu",
-        devices=(),
-        environ={},
         loaded=msgspec.structs.replace(request().loaded, config=asked),
         is_resume=False,
         site=TWO_NODES,
@@ -232,17 +221,11 @@ def test_a_resumed_run_over_nodes_counts_no_more_slots_here_than_before(working)
         global_resource_planner=changes,
     )
     plan = spread_over_nodes(configured_plan(asked), gpus_per_node=4)
-    made = Launch(
+    made = launch_of(
+        working,
+        plan,
         config=asked,
-        directory=RunDirectory(working),
-        plan=plan,
         given=asked,
-        report=None,
-        book=None,
-        store=None,
-        device="cpu",
-        devices=(),
-        environ={},
         loaded=msgspec.structs.replace(request().loaded, config=asked),
         is_resume=True,
         site=TWO_NODES,
