@@ -116,12 +116,15 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 
     replica_id: ReplicaId
     reason: str
+    frees_devices: bool = True
+    """False: processes of it do not end."""
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
     """Its processes are gone, as they were asked to be."""
 
     replica_id: ReplicaId
+    frees_devices: bool = True
 
 
 Command: TypeAlias = StartReplica | GiveDevices | StopReplica | TakeSnapshot | Join | Follow
@@ -295,14 +298,18 @@ class HybridPool:
             return ()
         return self._end(hybrid, reason)
 
-    def on_down(self, replica_id: ReplicaId, reason: str) -> Commands:
-        """Its processes are gone."""
+    def on_down(self, replica_id: ReplicaId, reason: str, *, is_clean: bool = True) -> Commands:
+        """Its processes are gone, or do not end (False)."""
         hybrid = self._hybrids[replica_id]
         if hybrid.state is HybridState.GONE:
             return ()
         why = hybrid.reason or reason
         self._move(hybrid, HybridState.GONE, reason=why)
-        return (Left(replica_id) if why == _ASKED else Lost(replica_id, why),)
+        # One that never had devices stands in nobody's way.
+        frees = is_clean or not hybrid.has_devices
+        if why == _ASKED:
+            return (Left(replica_id, frees),)
+        return (Lost(replica_id, why if is_clean else f"{why}; {reason}", frees),)
 
     def on_core_lost(self) -> Commands:
         """The core starts anew from a checkpoint: what replicas hold is of no use to it."""

@@ -20,7 +20,8 @@ import msgspec
 
 from libra.errors import InvariantError
 from libra.ids import InstanceId, ReplicaId
-from libra.planner.plan import Plan
+from libra.planner.matching import slots_of
+from libra.planner.plan import Plan, Slot
 from libra.pools.change_order import Rules, Stuck, next_transition
 from libra.pools.ground import WITHOUT_DEVICE, Ground, Stage, is_lent, plan_on, server_slots
 from libra.pools.transition import (
@@ -214,22 +215,29 @@ class Reconfiguration:
                 self.ground = self.ground.with_hybrid(hybrid.placement, is_member=True)
         return self._advance(now)
 
-    def on_hybrid_left(self, replica_id: ReplicaId, *, now: float) -> tuple[Transition, ...]:
-        """It has ended, and its devices are free."""
-        self.ground = self.ground.without_hybrid(replica_id)
-        return self._advance(now)
+    def on_hybrid_left(
+        self, replica_id: ReplicaId, *, now: float, lost: frozenset[Slot] = frozenset()
+    ) -> tuple[Transition, ...]:
+        """It has ended, and its devices are free but for `lost`, which its processes keep."""
+        self._take_out(replica_id, lost)
+        return self._advance_without(replica_id, lost, now)
 
     def on_hybrid_lost(
-        self, replica_id: ReplicaId, reason: str, *, now: float
+        self,
+        replica_id: ReplicaId,
+        reason: str,
+        *,
+        now: float,
+        lost: frozenset[Slot] = frozenset(),
     ) -> tuple[Transition, ...]:
         """It has ended unasked. Its name is never used again, so no plan can have it."""
         was_new = replica_id in {it.replica_id for it in self.order.wanted.hybrids}
         was_new &= replica_id not in {it.replica_id for it in self.order.old.hybrids}
-        self.ground = self.ground.without_hybrid(replica_id)
+        self._take_out(replica_id, lost)
         self._drop(lambda plan: _without_hybrid(plan, replica_id))
         if was_new and not self.order.is_turned and self.result is None:
             return self._failed(f"{replica_id} was lost: {reason}", now)
-        return self._advance(now)
+        return self._advance_without(replica_id, lost, now)
 
     def excuse(self, *, now: float) -> None:
         """Nobody can be late now: a node that the change needs is away."""
@@ -285,6 +293,17 @@ class Reconfiguration:
                 self._order(found, now)
                 ordered.append(found)
         return tuple(ordered)
+
+    def _take_out(self, replica_id: ReplicaId, lost: frozenset[Slot]) -> None:
+        ground = self.ground.without_hybrid(replica_id)
+        self.ground = msgspec.structs.replace(ground, lost=ground.lost | lost)
+
+    def _advance_without(
+        self, replica_id: ReplicaId, lost: frozenset[Slot], now: float
+    ) -> tuple[Transition, ...]:
+        if self.result is None and lost & set(slots_of(self._target)):
+            return self._failed(f"{replica_id} cannot be ended", now)
+        return self._advance(now)
 
     def _order(self, transition: Transition, now: float) -> None:
         self._check_minimum(transition)

@@ -16,7 +16,7 @@ from libra.ids import (
     PolicyVersion,
     ReplicaId,
 )
-from libra.planner.plan import Plan
+from libra.planner.plan import Plan, Slot
 from libra.pools.reconfiguration import Cause
 from libra.rollouts.trajectory import SampleFailed, Trajectory
 from libra.wire.instance import InstanceState, ReloadAck, WeightsReceipt
@@ -333,16 +333,20 @@ class HybridJoined(msgspec.Struct, frozen=True, tag=True):
 
 
 class HybridLost(msgspec.Struct, frozen=True, tag=True):
-    """A replica is gone unasked, or cannot join; its devices are free."""
+    """A replica is gone unasked, or cannot join; its devices are free but for `lost`."""
 
     replica_id: ReplicaId
     why: str
+    lost: frozenset[Slot] = frozenset()
+    """What processes of it hold that do not end."""
 
 
 class HybridLeft(msgspec.Struct, frozen=True, tag=True):
-    """A replica that was asked to leave is gone; its devices are free."""
+    """A replica that was asked to leave is gone; its devices are free but for `lost`."""
 
     replica_id: ReplicaId
+    lost: frozenset[Slot] = frozenset()
+    """What processes of it hold that do not end."""
 
 
 class ReplicaReady(msgspec.Struct, frozen=True, tag=True):
@@ -359,10 +363,12 @@ class ReplicaSaid(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaDown(msgspec.Struct, frozen=True, tag=True):
-    """All processes of a replica are gone; no others follow."""
+    """All processes of a replica are gone but those that do not end; no others follow."""
 
     replica_id: ReplicaId
     reason: str
+    is_clean: bool = True
+    """False: some do not end, and keep its devices."""
 
 
 class ReconfigurationEnded(msgspec.Struct, frozen=True, tag=True):

@@ -107,6 +107,7 @@ FAULTS = [
     "unkillable",
     "gang",
     "replica",
+    "stuck replica",
     "sleep",
     "hang",
     "hang",

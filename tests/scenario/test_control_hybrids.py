@@ -207,6 +207,25 @@ def test_in_mode_none_servers_that_answered_before_the_trainer_are_routed_to():
     assert not world.published
 
 
+@pytest.mark.case("R-B48")
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_what_a_replica_that_does_not_end_holds_on_to_is_said(is_warm, is_asked):
+    desk = HybridWorld().hybrids
+    placement = HybridPlacement(replica_id=ReplicaId("hybrid-0"), slots=(SlotId(3), SlotId(4)))
+    (desk.warm if is_warm else desk.attach)(placement)
+    if is_asked:
+        desk.detach(placement.replica_id)
+    [news] = desk.on_replica_down(placement.replica_id, "pid 7", is_clean=False).news
+    # One without devices is in nobody's way.
+    lost = frozenset() if is_warm else frozenset({(0, 3), (0, 4)})
+    if is_asked:
+        assert news == events.HybridLeft(placement.replica_id, lost)
+    else:
+        assert news.lost == lost
+        assert "pid 7" in news.why
+
+
 def test_a_replica_that_left_while_the_lanes_were_opened_is_not_told_to_join():
     world = HybridWorld()
     desk = world.hybrids

@@ -3,6 +3,7 @@
 from random import Random
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,6 +110,22 @@ def test_replicas_take_devices_of_rollout_and_give_them_back():
     want(world, plan([2], [0, 1]), 2)
     until(world, rng, lambda w: len(w.reconfigurations) == 2)
     assert records(world)[1].outcome == "done"
+    world.run(rng)
+    assert world.ended.exit_code == 0
+
+
+@pytest.mark.case("R-B48")
+def test_no_plan_gets_the_device_of_a_replica_that_does_not_end():
+    world, rng = elastic(), Random(5)
+    until(world, rng, a_step_is_trained)
+    want(world, plan([2], [0], [1]))
+    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    world.post(events.HybridLost(ReplicaId("hybrid-2"), "hangs", frozenset({(0, 1)})))
+    want(world, plan([2], [0, 1]), 2)
+    until(world, rng, lambda w: len(w.reconfigurations) == 2)
+    assert records(world)[1].outcome == "refused"
+    assert "is held by a process that does not end" in records(world)[1].reason
+    assert world.kept_plans[-1].memory.lost_slots == (1,)
     world.run(rng)
     assert world.ended.exit_code == 0
 

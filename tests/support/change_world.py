@@ -9,10 +9,10 @@ from random import Random
 
 import msgspec
 
-from libra.ids import InstanceId, ReplicaId
+from libra.ids import InstanceId, ReplicaId, SlotId
 from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, TrainPlacement
 from libra.pools.change_order import Rules
-from libra.pools.ground import Ground, Hybrid, Server, Stage
+from libra.pools.ground import Ground, Hybrid, Server, Stage, hybrid_slots
 from libra.pools.reconfiguration import Order, Reconfiguration
 from libra.pools.transition import (
     AttachHybrid,
@@ -71,6 +71,9 @@ class World:
         self.warm: set[ReplicaId] = set()
         """Replicas without devices, on their way up and there."""
 
+        self.lost_slots: set[SlotId] = set()
+        """Of replicas that do not end."""
+
         self.ids_used: list[str] = []
         self.is_hold_wanted = self.is_held = False
         for it in old.instances:
@@ -91,7 +94,7 @@ class World:
         self.check_devices()
 
     def check_devices(self) -> None:
-        used = Counter(self.train.slots)
+        used = Counter((*self.train.slots, *self.lost_slots))
         if self.coming_train is not None:
             used.update(set(self.coming_train.slots) - set(self.train.slots))
         for name, stage in self.stage.items():
@@ -262,7 +265,7 @@ class World:
                 return change.on_hybrid_left(name, now=now)
         raise AssertionError(what)
 
-    def strike(  # noqa: C901, PLR0911, PLR0912 - a table
+    def strike(  # noqa: C901, PLR0911, PLR0912, PLR0915 - a table
         self, change: Reconfiguration, fault: str
     ) -> tuple[Transition, ...]:
         alive = [n for n, s in self.stage.items() if s in (Stage.SERVING, Stage.STARTING)]
@@ -281,6 +284,13 @@ class World:
                 stopping = [n for n, s in self.stage.items() if s is Stage.STOPPING]
                 # It stays where it is for ever: its slots are never free again.
                 return change.on_unkillable(stopping[0], now=self.now) if stopping else ()
+            case "stuck replica" if self.hybrids:
+                # Its slots are never free again.
+                replica_id = self.rng.choice(sorted(self.hybrids))
+                lost = hybrid_slots(self.hybrids.pop(replica_id))
+                self.lost_slots |= {slot for _, slot in lost}
+                self.members.discard(replica_id)
+                return change.on_hybrid_lost(replica_id, "hangs", now=self.now, lost=lost)
             case "sleep":
                 # One that does not fall asleep is ended; one that sleeps may die.
                 sleepers = (Stage.FALLING_ASLEEP, Stage.ASLEEP)

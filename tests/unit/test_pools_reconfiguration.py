@@ -395,6 +395,47 @@ def test_a_replica_that_is_lost_while_it_joins_turns_the_change_round():
     assert (machine.result.outcome, machine.result.plan) == ("rolled_back", TWO)
 
 
+@pytest.mark.case("R-B48")
+def test_the_slot_of_a_replica_that_does_not_end_is_given_to_nobody():
+    old = plan(core(0), instance(A, 1), hybrids=[replica("hybrid-0", 2)])
+    machine = change(old, plan(core(0), instance(A, 1), instance(B, 2)))
+    assert said(machine.begin(now=0.0)) == ["detach hybrid-0"]
+    left = machine.on_hybrid_left(ReplicaId("hybrid-0"), now=1.0, lost=frozenset({(0, 2)}))
+    assert left == ()
+    assert machine.ground.lost == {(0, 2)}
+    assert (machine.result.outcome, machine.result.reason, machine.result.plan) == (
+        "rolled_back", "hybrid-0 cannot be ended", plan(core(0), instance(A, 1)),
+    )  # fmt: skip
+
+
+@pytest.mark.case("R-B48")
+def test_a_server_does_not_come_back_to_a_slot_that_a_replica_keeps():
+    wanted = plan(core(0), instance(A, 1), hybrids=[replica("hybrid-0", 2)])
+    machine = change(TWO, wanted)
+    machine.begin(now=0.0)
+    machine.on_drained(B, now=1.0)
+    assert said(machine.on_gone(B, now=2.0)) == ["attach hybrid-0"]
+    keeps = frozenset({(0, 2)})
+    assert machine.on_hybrid_lost(ReplicaId("hybrid-0"), "hangs", now=3.0, lost=keeps) == ()
+    assert (machine.result.outcome, machine.result.plan) == (
+        "failed",
+        plan(core(0), instance(A, 1)),
+    )
+    assert machine.ground.lost == keeps
+
+
+@pytest.mark.case("R-B48")
+def test_a_change_that_does_not_need_what_a_lost_replica_keeps_goes_on():
+    both = [replica("hybrid-0", 3)]
+    old = plan(core(0), instance(A, 1), hybrids=both)
+    machine = change(old, plan(core(0), instance(A, 1), instance(B, 2), hybrids=both))
+    machine.begin(now=0.0)
+    keeps = frozenset({(0, 3)})
+    assert machine.on_hybrid_lost(ReplicaId("hybrid-0"), "hangs", now=3.0, lost=keeps) == ()
+    machine.on_serving(B, now=4.0)
+    assert (machine.result.outcome, machine.ground.lost) == ("done", keeps)
+
+
 def test_an_instance_of_both_plans_that_is_given_up_is_left_out_of_what_is_in_force():
     wanted = plan(core(0), instance(A, 1), instance(B, 2), instance(C, 3))
     machine = change(TWO, wanted)

@@ -1,9 +1,11 @@
 """What the gangs of replicas make of what their ranks say."""
 
+import errno
+
 import anyio
 import pytest
 
-from libra.ids import ReplicaId, SlotId
+from libra.ids import ChildId, Incarnation, ReplicaId, SlotId
 from libra.planner.plan import HybridPlacement
 from libra.wire.rank import ModelReady, RankWarm
 from libra_supervisor import events
@@ -23,20 +25,22 @@ class ToldGang:
 
     attempt = 1
 
-    def __init__(self, hear, said):
-        self._hear, self._said = hear, said
+    def __init__(self, hear, said, fails=None):
+        self._hear, self._said, self._fails = hear, said, fails
 
     async def run(self):
         for event in self._said:
             await self._hear(event)
+        if self._fails is not None:
+            raise self._fails
 
 
-async def posted(folder, said, *, has_devices):
+async def posted(folder, said, *, has_devices=True, fails=None):
     asked, found = [], []
 
     def make(placement, hear, with_devices):
         asked.append((placement, with_devices))
-        return ToldGang(hear, said)
+        return ToldGang(hear, said, fails)
 
     async def post(event):
         found.append(event)
@@ -68,3 +72,26 @@ async def test_what_else_its_ranks_say_is_passed_on(tmp_path):
         events.ReplicaSaid(PLACED.replica_id, ready),
         events.ReplicaReady(PLACED.replica_id),
     ]
+
+
+@pytest.mark.case("R-B48")
+async def test_a_replica_whose_processes_do_not_end_keeps_its_devices(tmp_path):
+    stuck = events.ChildUnkillable(
+        ChildId("hybrid-3"), Incarnation("i"), (4711,), "pid 4711 in state D", 0.0
+    )
+    found = await posted(tmp_path, [stuck, events.GangGaveUp(4, "it failed")])
+    why = "processes of it do not end: pid 4711 in state D"
+    assert found == [events.ReplicaDown(PLACED.replica_id, why, is_clean=False)]
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+async def test_a_replica_that_cannot_be_started_here_is_lost_and_says_why(tmp_path, is_full):
+    folder, fails = tmp_path, None
+    if is_full:
+        folder = tmp_path / "taken"
+        folder.write_text("")
+    else:
+        fails = OSError(errno.EMFILE, "Too many open files")
+    [down] = await posted(folder, [], fails=fails)
+    assert down.is_clean
+    assert down.reason.startswith("it could not be started: [Errno ")

@@ -254,7 +254,6 @@ class Builder(msgspec.Struct, frozen=True, kw_only=True):
             )
             name = placement.replica_id
             sockets = directory.hybrid / name
-            sockets.mkdir(mode=0o700, parents=True, exist_ok=True)
             site = msgspec.structs.replace(
                 self.gang_site(own),
                 child_id=ChildId(name),

@@ -10,6 +10,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
+from libra.errors import ungrouped
 from libra.ids import ReplicaId
 from libra.planner.plan import HybridPlacement
 from libra.storage.atomic import discard_directory
@@ -43,7 +44,7 @@ class Replicas:
     def __init__(
         self, make: Make, folder: Path, post: Callable[[events.Event], Awaitable[None]]
     ) -> None:
-        """`folder` has a directory for the sockets of each."""
+        """`folder` gets a directory for the sockets of each, under its name."""
         self._make = make
         self._folder = folder
         self._post = post
@@ -86,11 +87,17 @@ class Replicas:
             replica.mail.train(_ONLY_ATTEMPT, command, shards)
 
     async def _run(self, replica: "_Replica") -> None:
-        await replica.run()
-        sockets = self._folder / replica.replica_id
+        name = replica.replica_id
+        sockets = self._folder / name
+        try:
+            sockets.mkdir(mode=0o700, parents=True, exist_ok=True)
+            await replica.run()
+        except OSError as error:
+            # A full disk, no process or no descriptor to spare: what a run can do without it.
+            replica.reason = f"it could not be started: {error}"
         await anyio.to_thread.run_sync(partial(shutil.rmtree, sockets, ignore_errors=True))
-        del self._running[replica.replica_id]
-        await self._post(events.ReplicaDown(replica.replica_id, replica.reason))
+        del self._running[name]
+        await self._post(events.ReplicaDown(name, replica.reason, replica.is_clean))
 
 
 class _Replica:
@@ -107,12 +114,19 @@ class _Replica:
         self._num_cold = len(placement.slots)
         self.replica_id = placement.replica_id
         self.reason = "it was told to leave"
+        self.is_clean = True
+        """None of its processes is left."""
+
         self._post = post
         self.gang = make(placement, self._hear, has_devices)
         self.mail = RankMail(self.gang)
 
     async def run(self) -> None:
         """Until all its processes are gone."""
+        with ungrouped():
+            await self._run()
+
+    async def _run(self) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.mail.run)
             await self.gang.run()
@@ -128,9 +142,10 @@ class _Replica:
                     await self._post(events.HybridWarmed(self.replica_id))
             case events.RankSaid(event=said):
                 await self._post(events.ReplicaSaid(self.replica_id, said))
-            case events.GangGaveUp(reason=reason):
+            case events.GangGaveUp(reason=reason) if self.is_clean:
                 self.reason = reason
             case events.ChildUnkillable(detail=detail):
+                self.is_clean = False
                 self.reason = f"processes of it do not end: {detail}"
             case _:
                 pass  # the life of a child, which is told when it is over

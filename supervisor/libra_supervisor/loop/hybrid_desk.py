@@ -13,8 +13,9 @@ import msgspec
 
 from libra.errors import InvariantError
 from libra.ids import ReplicaId, RunId
-from libra.planner.plan import HybridPlacement, TrainPlacement
+from libra.planner.plan import HybridPlacement, Slot, TrainPlacement
 from libra.pools import hybrid
+from libra.pools.ground import hybrid_slots
 from libra.pools.hybrid import BegunStep, HybridPool, HybridState
 from libra.rollouts.batch import BatchShape
 from libra.wire.hybrid import (
@@ -187,9 +188,9 @@ class HybridDesk:
                 pass  # what every gang's ranks say of themselves
         return Done()
 
-    def on_replica_down(self, replica_id: ReplicaId, reason: str) -> Done:
-        """Its processes are gone."""
-        return self._carried_out(self.pool.on_down(replica_id, reason))
+    def on_replica_down(self, replica_id: ReplicaId, reason: str, *, is_clean: bool = True) -> Done:
+        """Its processes are gone, or do not end (False)."""
+        return self._carried_out(self.pool.on_down(replica_id, reason, is_clean=is_clean))
 
     def on_tick(self, *, now: float) -> Done:
         return self._carried_out(self.pool.on_tick(now=now))
@@ -247,13 +248,18 @@ class HybridDesk:
             match one:
                 case hybrid.Joined(replica_id):
                     news.append(events.HybridJoined(replica_id))
-                case hybrid.Lost(replica_id, reason):
-                    news.append(events.HybridLost(replica_id, reason))
-                case hybrid.Left(replica_id):
-                    news.append(events.HybridLeft(replica_id))
+                case hybrid.Lost(replica_id, reason, frees_devices):
+                    lost = self._slots_lost(replica_id, frees_devices=frees_devices)
+                    news.append(events.HybridLost(replica_id, reason, lost))
+                case hybrid.Left(replica_id, frees_devices):
+                    lost = self._slots_lost(replica_id, frees_devices=frees_devices)
+                    news.append(events.HybridLeft(replica_id, lost))
                 case _:
                     done += self._commands_for(one)
         return Done((*done, *self._drop_snapshots()), tuple(news))
+
+    def _slots_lost(self, replica_id: ReplicaId, *, frees_devices: bool) -> frozenset[Slot]:
+        return frozenset() if frees_devices else hybrid_slots(self._placement_of[replica_id])
 
     def _commands_for(self, ordered: hybrid.Command) -> tuple[Command, ...]:
         match ordered:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Final, assert_never
 
 from libra.errors import InvariantError
+from libra.planner.plan import slots_in_words
 from libra.rollouts.batch import trained_mini_batches
 from libra.rollouts.group import CompleteGroup
 from libra.wire.hybrid import CoreJoined, LaneOpened, StepFollowed
@@ -31,8 +32,8 @@ def on_replica(
             return ()
         case events.ReplicaSaid(replica_id, said):
             return _told(state, desk.on_replica_said(replica_id, said, now=at.now), at)
-        case events.ReplicaDown(replica_id, reason):
-            return _told(state, desk.on_replica_down(replica_id, reason), at)
+        case events.ReplicaDown(replica_id, reason, is_clean):
+            return _told(state, desk.on_replica_down(replica_id, reason, is_clean=is_clean), at)
         case _:
             assert_never(event)
 
@@ -126,7 +127,8 @@ def _in_words(
             return "hybrid_joined", {"replica": replica_id}, False
         case events.HybridLost(replica_id, why):
             return "hybrid_lost", {"replica": replica_id, "why": why}, True
-        case events.HybridLeft(replica_id):
-            return "hybrid_left", {"replica": replica_id}, False
+        case events.HybridLeft(replica_id, lost):
+            held = {"slots_held": slots_in_words(sorted(lost))} if lost else {}
+            return "hybrid_left", {"replica": replica_id, **held}, bool(lost)
         case _:
             assert_never(news)

@@ -59,12 +59,14 @@ def on_plan(
             ordered = change.on_hybrid_warm(replica_id, now=at.now) if change else ()
         case events.HybridJoined(replica_id):
             ordered = change.on_hybrid_joined(replica_id, now=at.now) if change else ()
-        case events.HybridLeft(replica_id):
-            ordered = change.on_hybrid_left(replica_id, now=at.now) if change else ()
-        case events.HybridLost(replica_id, why):
+        case events.HybridLeft(replica_id, lost):
+            state.plans.lost |= lost
+            ordered = change.on_hybrid_left(replica_id, now=at.now, lost=lost) if change else ()
+        case events.HybridLost(replica_id, why, lost):
+            state.plans.lost |= lost
             if change is None:
                 return _on_hybrid_lost(state, event)
-            ordered = change.on_hybrid_lost(replica_id, why, now=at.now)
+            ordered = change.on_hybrid_lost(replica_id, why, now=at.now, lost=lost)
         case _:
             assert_never(event)
     return _carried_out(state, ordered, at)
