@@ -33,6 +33,15 @@ PROVE_WITHIN_S: Final = 5.0
 MAX_STRANGERS: Final = 16
 """Connections at once that have not proved anything yet."""
 
+SURE_S: Final = 1.0
+"""What each of them has for its proof, however many come."""
+
+MAX_PROVED: Final = 256
+"""Streams at once that have proved the key and are no member's yet."""
+
+_MAX_TAKEN_IN: Final = 16
+"""Members at once that memory is found for."""
+
 _UCRED: Final = struct.Struct("3i")
 
 Shared: TypeAlias = tuple[SharedValues, SharedValues]
@@ -59,7 +68,9 @@ class Entrance:
         self._terms, self._key, self._admit = terms, key, admit
         self._lane, self._layout_hash = lane, layout_hash
         self._gathering = Gathering()
-        self._num_strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._strangers = Strangers()
+        self._num_proved = threading.BoundedSemaphore(MAX_PROVED)
+        self._num_taken_in = threading.BoundedSemaphore(_MAX_TAKEN_IN)
         name = f"libra-{os.getpid()}-lane-{lane}-{secrets.token_hex(8)}"
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # Without a file: nothing to clean up after a rank that was killed.
@@ -86,43 +97,58 @@ class Entrance:
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
-            # Who comes while there are too many waits until one of them is cut off.
-            self._num_strangers.acquire()
             try:
                 connection, _ = listener.accept()
             except ConnectionAbortedError:
-                self._num_strangers.release()
                 continue
             except OSError:
-                self._num_strangers.release()
                 return  # closed
+            channel = Channel(connection)
+            self._strangers.take_in(channel)
             threading.Thread(
-                target=self._receive, args=(connection,), name="lane-proof", daemon=True
+                target=self._receive, args=(connection, channel), name="lane-proof", daemon=True
             ).start()
 
-    def _receive(self, connection: socket.socket) -> None:
-        channel = Channel(connection)
-        channels: Channels = (channel,)
+    def _receive(self, connection: socket.socket, channel: Channel) -> None:
         try:
             is_unix = connection.family == socket.AF_UNIX
             if is_unix:
                 _check_user(connection)
             hello = self._proved(channel)
             self._check_streams(channel, hello, is_unix=is_unix)
+        except (PeerError, OSError) as error:
+            self._turn_away((channel,), error)
+            return
+        finally:
+            # From here on it waits for its siblings, and bars no stranger.
+            self._strangers.let_go(channel)
+        if not self._num_proved.acquire(blocking=False):
+            self._turn_away((channel,), PeerError("too many members come at once"))
+            return
+        try:
+            self._take_in(channel, hello, is_unix=is_unix)
+        finally:
+            self._num_proved.release()
+
+    def _take_in(self, channel: Channel, hello: LaneHello, *, is_unix: bool) -> None:
+        channels: Channels = (channel,)
+        try:
             deadline = clock.monotonic() + PROVE_WITHIN_S
             gathered = self._gathering.gather(channel, hello, deadline=deadline)
             if gathered is None:
                 return  # the thread of the last stream takes the member in
             channels = gathered
-            shared = self._memory() if is_unix else None
-            self._admit(channels, hello, shared, lambda: self._welcome(channels[0], shared))
+            with self._num_taken_in:
+                shared = self._memory() if is_unix else None
+                self._admit(channels, hello, shared, lambda: self._welcome(channels[0], shared))
         except (PeerError, OSError) as error:
-            # A stranger; a member, which has been told why; or no memory for one.
-            print(f"lane {self._lane}: not let in: {error}", flush=True)  # noqa: T201
-            for one in channels:
-                one.close()
-        finally:
-            self._num_strangers.release()
+            self._turn_away(channels, error)
+
+    def _turn_away(self, channels: Channels, error: Exception) -> None:
+        """A stranger; a member, which has been told why; or there is no memory for one."""
+        print(f"lane {self._lane}: not let in: {error}", flush=True)  # noqa: T201
+        for one in channels:
+            one.close()
 
     def _proved(self, channel: Channel) -> LaneHello:
         """Who it is, once it has proved the key. Raises PeerError."""
@@ -184,6 +210,33 @@ class Entrance:
 
     def _header(self, kind: FrameKind, *, length: int = 0) -> bytes:
         return encode_header(Header(kind=kind, run_hash=self._terms.run_hash, length=length))
+
+
+class Strangers:
+    """Who has not proved anything yet: when too many come, who has been here longest is cut off."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._came_at: dict[Channel, float] = {}
+        """In order."""
+
+    def take_in(self, channel: Channel) -> None:
+        """Returns once there is a place: at once, or when somebody has had `SURE_S`."""
+        with self._changed:
+            while len(self._came_at) >= MAX_STRANGERS:
+                oldest = next(iter(self._came_at))
+                left_s = self._came_at[oldest] + SURE_S - clock.monotonic()
+                if left_s <= 0:
+                    del self._came_at[oldest]
+                    oldest.close()
+                else:
+                    self._changed.wait(left_s)
+            self._came_at[channel] = clock.monotonic()
+
+    def let_go(self, channel: Channel) -> None:
+        with self._changed:
+            self._came_at.pop(channel, None)
+            self._changed.notify_all()
 
 
 def _check_user(connection: socket.socket) -> None:

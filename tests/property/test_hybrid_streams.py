@@ -9,7 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lanes import DIGEST, HYBRID, LONG_S, RUN, collect, fence, head, hello, member, publish, values
+from lanes import (
+    DIGEST,
+    HYBRID,
+    KEY,
+    LONG_S,
+    RUN,
+    collect,
+    fence,
+    head,
+    hello,
+    member,
+    publish,
+    values,
+)
 from libra import clock
 from libra.errors import PeerError
 from libra.hybrid.channel import bytes_of, no_beat
@@ -24,6 +37,7 @@ from libra.hybrid.streams import (
     parts_of,
     side_by_side,
 )
+from libra.ids import ReplicaId
 
 COUNT = 1000
 
@@ -191,6 +205,44 @@ def test_a_lane_is_no_member_before_all_its_streams_have_proved_the_key(listenin
     listening.begin(1, DIGEST, [HYBRID])
     assert collect(listening, fence(1), within_s=0.0).ballot.fault is Fault.GONE
     listening.forget_everything()
+
+
+@pytest.mark.parametrize(("num_members", "num_streams"), [(5, 4), (9, 4), (8, 8)])
+def test_members_that_come_together_do_not_keep_each_other_out(num_members, num_streams):
+    names = [ReplicaId(f"hybrid-{k}") for k in range(num_members)]
+    together = threading.Barrier(num_members)
+    let_in = []
+
+    class Crowded(MemberLane):
+        def _say(self, channel, says, deadline):
+            if says.stream == 0:
+                together.wait()
+            super()._say(channel, says, deadline)
+
+    def come(address, name):
+        says = hello(replica_id=name, num_streams=num_streams)
+        lane = Crowded(address, key=KEY, run_hash=RUN, hello=says, count=COUNT, timeout_s=LONG_S)
+        let_in.append(name)
+        lane.close()
+
+    with head(host="127.0.0.1", count=COUNT) as one:
+        one.begin(1, DIGEST, names)
+        threads = [threading.Thread(target=come, args=(one.tcp_address, name)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(let_in) == names
+
+
+def test_no_more_streams_wait_for_their_siblings_than_there_are_places_for(monkeypatch):
+    monkeypatch.setattr("libra.hybrid.entrance.PROVE_WITHIN_S", 0.5)
+    monkeypatch.setattr("libra.hybrid.entrance.MAX_PROVED", 2)
+    with (
+        head(host="127.0.0.1", count=COUNT) as one,
+        pytest.raises(PeerError, match="closed the lane"),
+    ):
+        member(one.tcp_address, count=COUNT, num_streams=4)
 
 
 @pytest.mark.parametrize(("num_streams", "stream"), [(9, 0), (2, 2), (1, 1)])

@@ -124,6 +124,18 @@ def test_a_stranger_who_says_nothing_is_cut_off_and_bars_nobody(monkeypatch, kin
             connection.close()
 
 
+@BOTH
+def test_more_silent_strangers_than_there_are_places_keep_nobody_out(monkeypatch, kind):
+    monkeypatch.setattr(entrance, "PROVE_WITHIN_S", LONG_S)
+    monkeypatch.setattr(entrance, "SURE_S", 0.05)
+    with head(host="127.0.0.1") as one:
+        # All of them would have a minute for their proof.
+        silent = [raw_connection(address_of(one, kind)) for _ in range(2 * entrance.MAX_STRANGERS)]
+        member(address_of(one, kind))
+        for connection in silent:
+            connection.close()
+
+
 def test_a_frame_before_the_proof_is_never_read():
     with head() as one:
         connection = raw_connection(one.unix_address)
