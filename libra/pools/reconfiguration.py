@@ -39,9 +39,9 @@ from libra.pools.transition import (
 Ending: TypeAlias = Literal["done", "rolled_back", "failed"]
 """The plan wanted is in force; the one before is, and serves; what is left of the one before is."""
 
-Cause: TypeAlias = Literal["decision", "node_lost", "node_back", "starved"]
-"""Somebody decided that another plan is better, a node made it necessary or possible, or nothing
-served and the run could not go on without a server."""
+Cause: TypeAlias = Literal["decision", "node_lost", "node_back", "starved", "replica_lost"]
+"""Somebody decided that another plan is better, a node made it necessary or possible, nothing
+served and the run could not go on without a server, or a replica left its devices to nobody."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):

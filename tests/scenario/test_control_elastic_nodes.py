@@ -87,12 +87,14 @@ def test_a_replica_ends_with_its_node_and_nothing_else_does():
     assert world.control.plans.plan.hybrids == ()
     world.pass_time(PATIENCE_S)
     world.until(rng, lambda: len(world.trained) > num_trained + 4)
-    # Nothing that the run is made of was there.
-    assert len(world.records) == 2
+    # Nothing that the run is made of was there: the plan goes on without the replica.
+    [_, _, lost] = world.records
+    assert (lost.cause, lost.outcome, lost.transitions) == ("replica_lost", "failed", ())
+    assert "idle" not in lost.reason, "the device is not there"
     world.join(TWO)
     world.pass_time(PATIENCE_S)
     world.until(rng, lambda: len(world.trained) > num_trained + 6)
-    assert len(world.records) == 2
+    assert len(world.records) == 3
     world.order(3, hybrids=1)
     assert until_records(world, rng, 3).attached == ("hybrid-4",)
 

@@ -107,9 +107,12 @@ def test_replicas_take_devices_of_rollout_and_give_them_back():
     # One that dies outside of a change leaves the plan; its devices are idle.
     world.post(events.HybridLost(ReplicaId("hybrid-2"), "SIGKILL"))
     assert world.plan_in_force.hybrids == ()
+    lost = records(world)[1]
+    assert (lost.cause, lost.outcome, lost.plan.hybrids) == ("replica_lost", "failed", ())
+    assert lost.reason.startswith("hybrid-2 was lost: SIGKILL; slots 1 are idle until")
     want(world, plan([2], [0, 1]), 2)
-    until(world, rng, lambda w: len(w.reconfigurations) == 2)
-    assert records(world)[1].outcome == "done"
+    until(world, rng, lambda w: len(w.reconfigurations) == 3)
+    assert records(world)[2].outcome == "done"
     world.run(rng)
     assert world.ended.exit_code == 0
 
@@ -122,9 +125,10 @@ def test_no_plan_gets_the_device_of_a_replica_that_does_not_end():
     until(world, rng, lambda w: len(w.reconfigurations) == 1)
     world.post(events.HybridLost(ReplicaId("hybrid-2"), "hangs", frozenset({(0, 1)})))
     want(world, plan([2], [0, 1]), 2)
-    until(world, rng, lambda w: len(w.reconfigurations) == 2)
-    assert records(world)[1].outcome == "refused"
-    assert "is held by a process that does not end" in records(world)[1].reason
+    [_, lost, refused] = records(world)
+    assert lost.reason == "hybrid-2 was lost: hangs"
+    assert refused.outcome == "refused"
+    assert "is held by a process that does not end" in refused.reason
     assert world.kept_plans[-1].memory.lost_slots == (1,)
     world.run(rng)
     assert world.ended.exit_code == 0

@@ -13,14 +13,16 @@ from elastic_world import (
     plan,
     records,
     resumed,
+    run_out,
     spent_on,
     until,
     want,
 )
-from libra.ids import ChildId, Incarnation, PolicyVersion, ReplicaId
+from libra.ids import ChildId, Incarnation, PolicyVersion, ReplicaId, SlotId
 from libra.pools.member import MemberState
 from libra.wire.instance import InstanceState
 from libra_supervisor import events
+from libra_supervisor.app.operator import waiting_for
 from libra_supervisor.loop import commands
 
 TWO, LENT = plan([2], [0, 1]), plan([2], [0], [1])
@@ -182,13 +184,67 @@ def test_a_change_that_fails_on_its_way_there_wakes_the_server_up_again():
     goes_on(world, rng)
 
 
-def test_a_sleeper_whose_replica_was_lost_is_there_for_the_next_plan():
+def test_a_sleeper_whose_replica_was_lost_comes_back_by_itself():
     world, rng = lent()
     world.post(events.HybridLost(ReplicaId("hybrid-2"), "SIGKILL"))
     assert world.plan_in_force.hybrids == ()
-    assert change(world, rng, TWO).started == (LENDER,)
-    assert births(world) == 1
+    until(world, rng, lambda w: len(w.reconfigurations) == 2)
+    back = records(world)[1]
+    assert (back.cause, back.decision_id, back.outcome) == ("replica_lost", 0, "done")
+    assert (back.started, back.asleep) == ((LENDER,), ())
+    assert back.reason == "hybrid-2 was lost: SIGKILL"
+    assert world.plan_in_force.instances == back.plan.instances
+    assert (births(world), world.control.plans.idle) == (1, frozenset())
     goes_on(world, rng)
+
+
+def test_a_sleeper_that_does_not_come_back_leaves_its_device_idle_and_that_is_said():
+    world, rng = lent()
+    world.kill_process(LENDER)
+    until(world, rng, lambda w: state_of(w) is None)
+    world.post(events.HybridLost(ReplicaId("hybrid-2"), "SIGKILL"))
+    [_, lost] = records(world)
+    assert (lost.cause, lost.outcome, lost.plan.hybrids) == ("replica_lost", "failed", ())
+    assert lost.reason == (
+        "hybrid-2 was lost: SIGKILL; slots 1 are idle until the plan is changed: "
+        "no server sleeps there"
+    )
+    assert "slots 1 are idle since a replica was lost" in waiting_for(world.control)
+    change(world, rng, TWO)
+    assert "idle" not in waiting_for(world.control)
+    goes_on(world, rng)
+
+
+def test_a_sleeper_that_would_come_back_to_a_run_that_is_stopping_is_let_be():
+    world, rng = lent()
+    world.post(events.StopRequested("enough", now=False))
+    world.post(events.HybridLost(ReplicaId("hybrid-2"), "SIGKILL"))
+    run_out(world, rng)
+    assert len(records(world)) == 1
+    assert world.ended.exit_code == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_server_that_lent_to_two_replicas_is_ended_when_one_is_lost(seed):
+    """One of its devices is still lent: it cannot serve on the other alone."""
+    wide = msgspec.structs.replace(
+        TWO,
+        instances=(
+            TWO.instances[0],
+            msgspec.structs.replace(TWO.instances[1], tp=2, slots=(SlotId(1), SlotId(3))),
+        ),
+    )
+    world, rng = elastic(runtime_lent_servers="sleep"), Random(seed)
+    until(world, rng, a_step_is_trained)
+    change(world, rng, wide)
+    there = change(world, rng, plan([2], [0], [1, 3]))
+    [sleeper] = there.asleep
+    world.post(events.HybridLost(there.attached[0], "SIGKILL"))
+    until(world, rng, lambda w: len(w.reconfigurations) == 3)
+    ended = records(world)[2]
+    assert (ended.cause, ended.outcome, ended.asleep) == ("replica_lost", "done", ())
+    assert world.control.pool.get(sleeper) is None
+    assert ended.plan.hybrids == there.plan.hybrids[1:]
 
 
 def test_the_core_may_have_the_slots_of_a_sleeper_too():

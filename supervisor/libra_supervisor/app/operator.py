@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from libra import clock
 from libra.ids import InstanceId, PolicyVersion, PromptId, ReplicaId, RequestId, RunId
-from libra.planner.plan import plan_in_words
+from libra.planner.plan import plan_in_words, slots_in_words
 from libra.pools.member import MemberState
 from libra.pools.transition import in_words
 from libra.scheduling.explanation import InstanceView
@@ -343,6 +343,8 @@ def waiting_for(control: Control) -> str:
     elif control.plans.lent_from is not None:
         left = control.desk.num_batches(PolicyVersion(control.cycle.step))
         parts.append(f"nothing serves: {left} batches are left before a server comes back")
+    elif idle := control.plans.idle:
+        parts.append(f"slots {slots_in_words(sorted(idle))} are idle since a replica was lost")
     if (progress := control.evaluator.progress) is not None:
         num_ended, total = progress
         parts.append(f"{num_ended} of {total} trajectories are evaluated")

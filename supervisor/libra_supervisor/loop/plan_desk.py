@@ -10,7 +10,7 @@ from libra.errors import InvariantError
 from libra.ids import InstanceId, NodeRank, ReplicaId
 from libra.planner.applied import planned_config
 from libra.planner.lending import serves_nothing
-from libra.planner.matching import next_number_after
+from libra.planner.matching import next_number_after, slots_of
 from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, Slot, with_hybrids_in_core
 from libra.pools.change_policy import Judgement, Policy, Refusal, judged, matched_by
 from libra.pools.ground import (
@@ -52,10 +52,17 @@ class HybridPort(Protocol):
         """Of all replicas that hold devices, those that were told to leave included."""
 
 
+class Loss(msgspec.Struct, frozen=True):
+    """A replica of the plan in force that is gone, unasked."""
+
+    replica_id: ReplicaId
+    why: str
+
+
 class PlanDesk:
     """At most one change at a time."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0915 - fields, with what each means
         self,
         plan: Plan,
         policy: Policy,
@@ -101,6 +108,12 @@ class PlanDesk:
         self.lost: frozenset[Slot] = frozenset()
         self.asleep: tuple[InstancePlacement, ...] = ()
         """Servers outside of the plan in force that wait for their slots."""
+
+        self.losses: tuple[Loss, ...] = ()
+        """Outside of a change; nobody has looked yet at what to make of them."""
+
+        self._freed: frozenset[Slot] = frozenset()
+        """What lost replicas had."""
 
         self._kept = memory
         if memory is not None:
@@ -241,6 +254,22 @@ class PlanDesk:
         """Remember of a change that is over what no plan says."""
         self.lost = ground.lost
         self.asleep = tuple(it.placement for it in ground.servers if it.stage is Stage.ASLEEP)
+
+    def lose(self, replica_id: ReplicaId, why: str) -> bool:
+        """Go on without a replica that is gone; False when the plan in force has none of it."""
+        gone = [it for it in self.plan.hybrids if it.replica_id == replica_id]
+        if not gone:
+            return False
+        kept = tuple(it for it in self.plan.hybrids if it.replica_id != replica_id)
+        self.plan = msgspec.structs.replace(self.plan, hybrids=kept)
+        self.losses = (*self.losses, Loss(replica_id, why))
+        self._freed = self._freed.union(*map(hybrid_slots, gone))
+        return True
+
+    @property
+    def idle(self) -> frozenset[Slot]:
+        """What replicas had that were lost, and nobody has under the plan in force."""
+        return self._freed - self.unusable - set(slots_of(self.plan))
 
     def forget(self, instance_id: InstanceId) -> None:
         """Its process has ended for good."""

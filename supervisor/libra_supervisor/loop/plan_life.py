@@ -25,7 +25,7 @@ from libra_supervisor.loop.stage_clock import StageClock
 from libra_supervisor.loop.transition_orders import orders_for
 from libra_supervisor.records.reconfiguration import Outcome, ReconfigurationRecord
 
-_SETS_HOME: Final = ("decision", "starved")
+_SETS_HOME: Final = ("decision", "starved", "replica_lost")
 """Causes of changes that lead to another plan of the run, and not away from it or back."""
 
 _LOST = frozenset(
@@ -214,8 +214,8 @@ def overtaken(state: RunState, reason: str, at: Moment) -> tuple[Command, ...]:
     plans.change = plans.interrupted = None
     if change is not None:
         plans.take_over(change.ground)
-    record = _record(state, order, "failed", f"overtaken: {reason}", at)
-    return _told(state, msgspec.structs.replace(record, stages=plans.stages.seconds))
+    record = record_of(state, order, "failed", f"overtaken: {reason}", at)
+    return told(state, msgspec.structs.replace(record, stages=plans.stages.seconds))
 
 
 def why_not_now(state: RunState) -> str:
@@ -367,7 +367,7 @@ def _ended(
     plans.take_over(change.ground)
     before = plans.plan
     plans.put_in_force(result.plan)
-    record = _record(state, order, result.outcome, result.reason, at)
+    record = record_of(state, order, result.outcome, result.reason, at)
     record = msgspec.structs.replace(
         record,
         total_s=result.total_s,
@@ -389,17 +389,17 @@ def _ended(
         for it in state.pool.members
         if it.state is MemberState.GONE
     )
-    return (*given_up, commands.WritePlan(result.plan), *_told(state, record))
+    return (*given_up, commands.WritePlan(result.plan), *told(state, record))
 
 
 def _refused(
     state: RunState, event: events.ReconfigurationWanted, refusal: Refusal, at: Moment
 ) -> tuple[Command, ...]:
-    record = _record(state, event, "refused", refusal.reason, at)
-    return _told(state, msgspec.structs.replace(record, transitions=refusal.transitions))
+    record = record_of(state, event, "refused", refusal.reason, at)
+    return told(state, msgspec.structs.replace(record, transitions=refusal.transitions))
 
 
-def _record(
+def record_of(
     state: RunState,
     of: Order | events.ReconfigurationWanted,
     outcome: Outcome,
@@ -422,7 +422,7 @@ def _record(
     )
 
 
-def _told(state: RunState, record: ReconfigurationRecord) -> tuple[Command, ...]:
+def told(state: RunState, record: ReconfigurationRecord) -> tuple[Command, ...]:
     state.plans.count(record)
     ended = events.ReconfigurationEnded(
         decision_id=record.decision_id,
@@ -449,10 +449,8 @@ def _told(state: RunState, record: ReconfigurationRecord) -> tuple[Command, ...]
 def _on_hybrid_lost(state: RunState, event: events.HybridLost) -> tuple[Command, ...]:
     """Outside of a change: the plan in force goes on without it."""
     plans = state.plans
-    kept = tuple(it for it in plans.plan.hybrids if it.replica_id != event.replica_id)
-    if kept == plans.plan.hybrids:
+    if not plans.lose(event.replica_id, event.why):
         return ()
-    plans.plan = msgspec.structs.replace(plans.plan, hybrids=kept)
     return (commands.WritePlan(plans.plan),)
 
 

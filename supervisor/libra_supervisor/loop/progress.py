@@ -10,6 +10,7 @@ from libra_supervisor.loop.lending import follow_lending
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.node_life import follow_nodes
 from libra_supervisor.loop.plan_life import follow_change
+from libra_supervisor.loop.replica_loss import follow_losses
 from libra_supervisor.loop.run_state import RunState
 
 
@@ -26,6 +27,7 @@ def proceed(state: RunState, at: Moment) -> tuple[Command, ...]:
         *_admit(state, at),
         *follow_lending(state, at),
         *follow_nodes(state, at),
+        *follow_losses(state, at),
         *follow_change(state, at),
     )
 

@@ -49,7 +49,7 @@ class ReconfigurationRecord(
     """One change of the plan, from the first transition to the last."""
 
     decision_id: int
-    """0 where no decision came before it: a node was lost, or came back."""
+    """0 where no decision came before it: see `cause`."""
 
     cause: Cause = "decision"
     wall_time_ns: int
