@@ -34,9 +34,12 @@ _WORDS: Final = {
     Fault.FENCE: "its gradients are of another epoch, step or version",
     Fault.CHECKSUM: "its gradients were damaged on their way",
     Fault.DIGEST: "its weights are not the core's",
-    Fault.NOT_FINITE: "its gradients are not finite",
+    Fault.NOT_FINITE: "its gradients or its loss are not finite, or too large to be added",
     Fault.NORM: "the norm of its gradients is beyond elastic_hybrid_norm_limit times the core's",
 }
+_LARGEST: Final = 1e30
+"""Of any sum over a mini-batch; so many of these that float32 cannot hold them never come."""
+
 _COUNTED: Final = tuple(fault for fault in Fault if fault is not Fault.NONE)
 _PER_MEMBER: Final = len(_COUNTED) + 1
 
@@ -55,11 +58,13 @@ def fence_fault(found: Fence, wanted: Fence) -> Fault:
 def value_fault(*, is_sum_right: bool, square_sum: float, numbers: Sequence[float]) -> Fault:
     """Judge what came by itself; the norm is compared when all lanes are known.
 
-    `numbers` are added to the core's loss: one that is not finite would spoil the step as well.
+    `numbers` are added to the core's loss: one that is not finite would spoil the step as well, and
+    so would several that are as large as a number can be.
     """
     if not is_sum_right:
         return Fault.CHECKSUM
-    return Fault.NONE if all(map(isfinite, (square_sum, *numbers))) else Fault.NOT_FINITE
+    is_sound = isfinite(square_sum) and all(abs(number) <= _LARGEST for number in numbers)
+    return Fault.NONE if is_sound else Fault.NOT_FINITE
 
 
 def votes(ballots: Sequence[Ballot], *, own_square_sum: float) -> list[float]:

@@ -170,6 +170,13 @@ def test_one_value_that_is_not_finite_shows_in_the_square_sum(bad, where):
     assert fault is Fault.NOT_FINITE
 
 
+@pytest.mark.parametrize("bad", [1.7e308, -1.7e308, 1e31, math.inf, math.nan])
+def test_a_loss_that_would_be_infinite_with_another_like_it_does_not_count(bad):
+    assert value_fault(is_sum_right=True, square_sum=1.0, numbers=(2.5, bad)) is Fault.NOT_FINITE
+    most = value_fault(is_sum_right=True, square_sum=1.0, numbers=(2.5, -1e30))
+    assert most is Fault.NONE
+
+
 def stays(block):
     """It is there already."""
 
@@ -201,6 +208,13 @@ def test_a_member_counts_only_if_no_lane_says_otherwise(lanes, data):
 def test_the_limit_is_one_of_norms_and_not_of_their_squares(norm, verdict):
     totals = votes([Ballot(Fault.NONE, (2.0 * norm) ** 2)], own_square_sum=4.0)
     assert verdicts(totals, reference_square_sum=4.0, norm_limit=10.0) == (verdict,)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_core_whose_own_gradients_are_broken_is_no_measure_for_a_member(broken):
+    totals = votes([Ballot(Fault.NONE, 4.0)], own_square_sum=broken)
+    found = verdicts(totals, reference_square_sum=totals[-1], norm_limit=10.0)
+    assert found == (Fault.NONE,)
 
 
 def test_ranks_without_a_lane_change_no_verdict():

@@ -96,7 +96,7 @@ def test_a_replica_ends_with_its_node_and_nothing_else_does():
     world.until(rng, lambda: len(world.trained) > num_trained + 6)
     assert len(world.records) == 3
     world.order(3, hybrids=1)
-    assert until_records(world, rng, 3).attached == ("hybrid-4",)
+    assert until_records(world, rng, 4).attached == ("hybrid-4",)
 
 
 def test_the_loss_of_another_node_leaves_replicas_where_the_core_goes_on():

@@ -305,6 +305,26 @@ def test_whoever_fell_asleep_for_nobody_is_ended():
     assert [it for it in world.control.on_event(woken, moment(world)) if is_question(it)] == []
 
 
+def test_what_the_process_before_says_of_its_sleep_puts_nobody_to_sleep():
+    world, rng = elastic(runtime_lent_servers="sleep"), Random(5)
+    until(world, rng, a_step_is_trained)
+    want(world, LENT)
+    until(world, rng, lambda w: LENDER in w.asleep)
+    said = list(world.control.on_event(asleep(world, "vllm-1-7"), moment(world)))
+    assert said[0] == commands.RetireInstance(LENDER)
+    assert state_of(world) is not MemberState.ASLEEP
+
+
+def test_only_the_process_that_woke_up_is_asked_what_it_holds():
+    world, rng = lent()
+    want(world, TWO, 2)
+    until(world, rng, lambda w: state_of(w) is MemberState.WAKING)
+    woken = events.InstanceWoken(LENDER, Incarnation("vllm-1-7"))
+    assert not any(map(is_question, world.control.on_event(woken, moment(world))))
+    woken = events.InstanceWoken(LENDER, world.processes[LENDER].incarnation)
+    assert any(map(is_question, world.control.on_event(woken, moment(world))))
+
+
 def moment(world):
     from libra_supervisor.loop.moment import Moment  # noqa: PLC0415
 

@@ -136,6 +136,15 @@ def test_more_silent_strangers_than_there_are_places_keep_nobody_out(monkeypatch
             connection.close()
 
 
+def test_a_process_of_another_user_is_told_nothing(monkeypatch):
+    with head() as one:
+        user = entrance.os.geteuid()
+        monkeypatch.setattr(entrance.os, "geteuid", lambda: user + 1)
+        stranger = raw_connection(one.unix_address)
+        assert read_all(stranger) == b""
+        stranger.close()
+
+
 def test_a_frame_before_the_proof_is_never_read():
     with head() as one:
         connection = raw_connection(one.unix_address)

@@ -49,6 +49,11 @@ def test_a_decision_that_was_interrupted_once_all_nodes_were_back_is_made():
     assert with_replica.whole() == with_replica
 
 
+def test_a_supervisor_that_comes_after_starts_without_the_replicas_of_the_one_before():
+    plan = kept(plan=WITH_REPLICA).to_start_with(min_rollout_gpus=1)
+    assert plan == msgspec.structs.replace(WITH_REPLICA, hybrids=())
+
+
 def desk(memory: PlanMemory) -> PlanDesk:
     policy = policy_of(PlannerConfig(), num_slots=4, num_slots_elsewhere=(4, 4))
     config = RunConfig(model=ModelConfig(model_path="m"))
