@@ -81,6 +81,8 @@ class StopReplica(msgspec.Struct, frozen=True, tag=True):
 
     replica_id: ReplicaId
     reason: str
+    is_asked: bool = False
+    """It may finish what it does; nobody waits for one that fell out."""
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, tag=True):
@@ -344,7 +346,7 @@ class HybridPool:
 
     def _end(self, hybrid: Hybrid, reason: str) -> Commands:
         self._move(hybrid, HybridState.LEAVING, reason=reason)
-        return (StopReplica(hybrid.replica_id, reason),)
+        return (StopReplica(hybrid.replica_id, reason, is_asked=reason == _ASKED),)
 
     def _move(self, hybrid: Hybrid, state: HybridState, **changes: object) -> None:
         if state not in _LEGAL_MOVES[hybrid.state]:

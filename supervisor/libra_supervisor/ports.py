@@ -35,7 +35,8 @@ class Replicas(Protocol):
         Without devices its ranks wait for TakeDevice, which HybridWarmed says.
         """
 
-    def stop(self, replica_id: ReplicaId) -> None: ...
+    def stop(self, replica_id: ReplicaId, *, in_a_hurry: bool) -> None:
+        """End its processes; in a hurry without waiting for what they do."""
 
     def tell(self, replica_id: ReplicaId, command: RankCommand) -> None:
         """Queue one message for every rank of it."""

@@ -17,6 +17,7 @@ from libra.planner.plan import HybridPlacement
 from libra.pools.change_policy import policy_of
 from libra.pools.hybrid import HybridState
 from libra.wire.hybrid import LaneAddress, LaneOpened
+from libra.wire.rank import StepTrained
 from libra_supervisor import events
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.hybrid_desk import Done
@@ -207,6 +208,15 @@ def test_in_mode_none_servers_that_answered_before_the_trainer_are_routed_to():
     assert not world.published
 
 
+def test_only_a_replica_that_is_asked_to_leave_may_finish_what_it_does():
+    world = HybridWorld()
+    desk = world.hybrids
+    asked, hung = world.attach(), world.attach()
+    assert commands.StopReplica(asked, in_a_hurry=False) in desk.detach(asked)
+    trained = StepTrained(0, 1, None, dropped={hung: "its gradients did not come"})
+    assert commands.StopReplica(hung, in_a_hurry=True) in desk.on_trained(trained).commands
+
+
 @pytest.mark.case("R-B48")
 @pytest.mark.parametrize("is_warm", [False, True])
 @pytest.mark.parametrize("is_asked", [False, True])
@@ -252,6 +262,6 @@ def test_a_replica_that_waited_for_the_lanes_of_a_lost_core_is_not_sent_to_the_n
     assert isinstance(opening, commands.TellRanks)
     assert isinstance(snapshot, commands.TakeSnapshot)
     assert desk.on_snapshot_saved(0).commands == ()
-    assert commands.StopReplica(name) in desk.on_core_begins(2).commands
+    assert commands.StopReplica(name, in_a_hurry=True) in desk.on_core_begins(2).commands
     told = [desk.on_lane_opened(LaneOpened(k, k, LaneAddress(), None)).commands for k in (0, 1)]
     assert told == [(), ()]

@@ -69,8 +69,8 @@ class RecordedReplicas:
     def start(self, placement, *, has_devices) -> None:
         self.told.append(("start" if has_devices else "warm", placement.replica_id))
 
-    def stop(self, replica_id) -> None:
-        self.told.append(("stop", replica_id))
+    def stop(self, replica_id, *, in_a_hurry) -> None:
+        self.told.append(("end at once" if in_a_hurry else "stop", replica_id))
 
     def tell(self, replica_id, command) -> None:
         self.told.append((replica_id, command))

@@ -95,3 +95,37 @@ async def test_a_replica_that_cannot_be_started_here_is_lost_and_says_why(tmp_pa
     [down] = await posted(folder, [], fails=fails)
     assert down.is_clean
     assert down.reason.startswith("it could not be started: [Errno ")
+
+
+class StoppableGang(ToldGang):
+    """Counts how often it is told to stop: once is enough, and again is a hurry."""
+
+    def __init__(self):
+        super().__init__(None, [])
+        self.num_stops = 0
+        self.is_over = anyio.Event()
+
+    async def run(self):
+        await self.is_over.wait()
+
+    def stop(self):
+        self.num_stops += 1
+        self.is_over.set()
+
+
+@pytest.mark.parametrize(("in_a_hurry", "num_stops"), [(False, 1), (True, 2)])
+async def test_only_a_replica_that_fell_out_is_ended_in_a_hurry(tmp_path, in_a_hurry, num_stops):
+    gang = StoppableGang()
+
+    async def post(event):
+        assert isinstance(event, events.ReplicaDown)
+
+    async with anyio.create_task_group() as tasks:
+        replicas = Replicas(lambda *_: gang, tmp_path, post)
+        replicas.begin(tasks)
+        replicas.start(PLACED, has_devices=True)
+        replicas.stop(PLACED.replica_id, in_a_hurry=in_a_hurry)
+        mail = replicas._running[PLACED.replica_id].mail
+    mail._send.close()
+    mail._receive.close()
+    assert gang.num_stops == num_stops

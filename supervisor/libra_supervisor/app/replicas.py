@@ -61,9 +61,11 @@ class Replicas:
         (tasks,) = self._begun
         tasks.start_soon(self._run, replica)
 
-    def stop(self, replica_id: ReplicaId) -> None:
+    def stop(self, replica_id: ReplicaId, *, in_a_hurry: bool) -> None:
         if (replica := self._running.get(replica_id)) is not None:
             replica.gang.stop()
+            if in_a_hurry:
+                replica.gang.stop()
 
     def stop_all(self) -> None:
         """Also in a hurry, when it is called again."""

@@ -84,6 +84,8 @@ class StartReplica(msgspec.Struct, frozen=True, tag=True):
 
 class StopReplica(msgspec.Struct, frozen=True, tag=True):
     replica_id: ReplicaId
+    in_a_hurry: bool = False
+    """It fell out: what it does is of no use to anybody."""
 
 
 class TellReplica(msgspec.Struct, frozen=True, tag=True):

@@ -158,8 +158,8 @@ class Executor:
                 self._start(self._drop_snapshot, Path(directory))
             case commands.StartReplica(placement, has_devices):
                 ports.replicas.start(placement, has_devices=has_devices)
-            case commands.StopReplica(replica_id):
-                ports.replicas.stop(replica_id)
+            case commands.StopReplica(replica_id, in_a_hurry):
+                ports.replicas.stop(replica_id, in_a_hurry=in_a_hurry)
             case commands.TellReplica(replica_id, message):
                 ports.replicas.tell(replica_id, message)
             case commands.SendReload():

@@ -268,10 +268,10 @@ class HybridDesk:
                 return (commands.StartReplica(placement, has_devices=has_devices),)
             case hybrid.GiveDevices(replica_id):
                 return (commands.TellReplica(replica_id, TakeDevice()),)
-            case hybrid.StopReplica(replica_id, reason):
+            case hybrid.StopReplica(replica_id, reason, is_asked):
                 self._joins = [it for it in self._joins if it.replica_id != replica_id]
                 said = commands.Say("hybrid_stops", {"replica": replica_id, "why": reason})
-                return (said, commands.StopReplica(replica_id))
+                return (said, commands.StopReplica(replica_id, in_a_hurry=not is_asked))
             case hybrid.TakeSnapshot(step):
                 self._snapshots.add(step)
                 directory = self.terms.snapshot_of(step)
