@@ -64,6 +64,16 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """False: `old` cannot be in force again, since a node of it is gone, or is of no use, since
     nothing serves under it."""
 
+    begun_wall_ns: int = 0
+    is_resumed: bool = False
+    """An earlier supervisor began it."""
+
+    transitions: tuple[str, ...] = ()
+    """In words, of earlier supervisors."""
+
+    phases: dict[str, float] = {}
+    """What those of them took that were over."""
+
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """How a change ended."""
@@ -99,8 +109,8 @@ class Reconfiguration:
         self._current_since = now
         self._held_since: float | None = None
         self._stalled_s = 0.0
-        self._phases: dict[str, float] = {}
-        self._words: list[str] = []
+        self._phases = dict(order.phases)
+        self._words = list(order.transitions)
         self._target = order.old if order.is_turned else order.wanted
         self._is_whole = True
         """Nothing of the target had to be given up."""
@@ -114,6 +124,13 @@ class Reconfiguration:
     def current(self) -> Transition | None:
         """What is waited for."""
         return self._current
+
+    @property
+    def order_so_far(self) -> Order:
+        """For whoever has to go on with it."""
+        return msgspec.structs.replace(
+            self.order, transitions=tuple(self._words), phases=dict(self._phases)
+        )
 
     def begin(self, *, now: float) -> tuple[Transition, ...]:
         self.ground.check()

@@ -319,6 +319,26 @@ def test_what_is_kept_for_a_later_supervisor_is_enough_to_go_on():
     assert second.kept_plans[-1].memory.order is None
 
 
+def test_the_line_of_a_resumed_change_has_what_the_supervisor_before_did_of_it():
+    world, rng = elastic(), Random(11)
+    until(world, rng, a_step_is_trained)
+    want(world, plan([2], [0, 1, 3]))
+    until(world, rng, lambda w: "vllm-2" in w.processes)
+    memory = world.kept_plans[-1].memory
+    began_at = memory.order.begun_wall_ns / 1e9
+    second = resumed(world, memory)
+    second.now = began_at + 120.0
+    until(second, rng, lambda w: len(w.reconfigurations) == 1)
+    [record] = records(second)
+    assert record.outcome == "done"
+    assert record.total_s == pytest.approx(second.now - began_at, abs=1.0)
+    assert record.total_s >= 120.0
+    assert record.transitions[: len(memory.order.transitions)] == memory.order.transitions
+    assert "start vllm-2 (TP 1, slots 3)" in record.transitions
+    assert memory.order.phases.items() <= record.phases.items()
+    assert set(memory.order.phases) >= {"start"}
+
+
 def test_replicas_of_the_plan_in_force_are_attached_again_by_the_next_supervisor():
     world, rng = elastic(), Random(11)
     until(world, rng, a_step_is_trained)

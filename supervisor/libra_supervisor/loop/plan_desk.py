@@ -321,7 +321,7 @@ class PlanDesk:
             decision_id=self._decision_id,
             plan=self.plan if change is None else plan_on(change.ground, self.plan),
             next_number=self._next_number,
-            order=self.interrupted if change is None else change.order,
+            order=self.interrupted if change is None else change.order_so_far,
             lent_from=self.lent_from,
             lost_slots=tuple(sorted(slot for node, slot in lost if not node)),
             lost_elsewhere=tuple(sorted(slot for slot in lost if slot[0])),

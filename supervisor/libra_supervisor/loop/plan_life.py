@@ -195,6 +195,7 @@ def begin(
     state: RunState, change: Reconfiguration, fields: dict[str, object], at: Moment
 ) -> tuple[Command, ...]:
     """Make it the change that is under way; `fields` say why in the log."""
+    change.order = msgspec.structs.replace(change.order, begun_wall_ns=at.wall_ns)
     state.plans.change = change
     state.plans.stages = StageClock(attempt=state.attempt)
     said = commands.Say("reconfiguration_begun", fields)
@@ -255,7 +256,12 @@ def _resume(state: RunState, at: Moment) -> tuple[Command, ...]:
         return ()
     # Replicas ended with their supervisor: those of the plan before are not attached again.
     old = msgspec.structs.replace(order.old, hybrids=())
-    order = msgspec.structs.replace(order, old=old, wanted=plans.renamed(order.wanted))
+    wanted = plans.renamed(order.wanted)
+    # One of before this was written down began, for all that is known, now.
+    begun_wall_ns = order.begun_wall_ns or at.wall_ns
+    order = msgspec.structs.replace(
+        order, old=old, wanted=wanted, is_resumed=True, begun_wall_ns=begun_wall_ns
+    )
     why = devices_missing(plans.policy, order.wanted) or plans.presence.missed_by(order.wanted)
     if why and not order.is_turned:
         order = msgspec.structs.replace(order, is_turned=True, turned_by=why)
@@ -370,7 +376,7 @@ def _ended(
     record = record_of(state, order, result.outcome, result.reason, at)
     record = msgspec.structs.replace(
         record,
-        total_s=result.total_s,
+        total_s=_total_s(order, result, at),
         stalled_s=result.stalled_s,
         phases=result.phases,
         stages=plans.stages.seconds,
@@ -390,6 +396,13 @@ def _ended(
         if it.state is MemberState.GONE
     )
     return (*given_up, commands.WritePlan(result.plan), *told(state, record))
+
+
+def _total_s(order: Order, result: Result, at: Moment) -> float:
+    """With what it took an earlier supervisor, and the time without one."""
+    if not order.is_resumed:
+        return result.total_s
+    return max(result.total_s, (at.wall_ns - order.begun_wall_ns) / 1e9)
 
 
 def _refused(
