@@ -43,6 +43,7 @@ async def gang_in(place, run_dir, *, misbehaves=None, world_size=2, restores=(),
         "FAKE_RANK": msgspec.json.encode(misbehaves or {}).decode(),
     }
     launcher = changes.pop("launcher", (sys.executable, str(CHILDREN / "fake_torchrun.py")))
+    is_restarted = changes.pop("is_restarted", True)
     program = changes.pop("program", (str(CHILDREN / "fake_rank.py"),))
     gang_site = GangSite(
         run_id=place.run_id,
@@ -54,6 +55,7 @@ async def gang_in(place, run_dir, *, misbehaves=None, world_size=2, restores=(),
         env=env,
         launcher=launcher,
         program=program,
+        is_restarted=is_restarted,
     )
 
     async def choose(attempt):

@@ -218,6 +218,7 @@ def test_the_only_server_is_lent_and_comes_back_by_order_and_by_itself(run, tmp_
 
 
 @pytest.mark.long
+@pytest.mark.case("T-B78")
 def test_a_run_that_is_killed_while_its_only_server_is_lent_goes_on_with_it(run):
     options = (*LAST_SERVER, "-o", "max_concurrent_rollouts=3200")
     run.start(*options)

@@ -338,6 +338,18 @@ def test_nobody_leaves_a_gap_before_a_large_server_that_others_come_after():
     assert said(machine.on_serving(InstanceId("vllm-101"), now=4.0)) == ["drain big"]
 
 
+@pytest.mark.case("R-B29")
+def test_streams_that_do_not_end_are_waited_for_as_long_as_is_said_and_the_server_is_kept():
+    machine = change(TWO, plan(core(0), instance(A, 1)))
+    assert said(machine.begin(now=0.0)) == ["drain vllm-1"]
+    assert machine.on_tick(now=9.9) == ()
+    kept = ["keep vllm-1", "wait until vllm-1 serves"]
+    assert said(machine.on_tick(now=10.0)) == kept
+    machine.on_serving(B, now=11.0)
+    assert (machine.result.outcome, machine.result.plan) == ("rolled_back", TWO)
+    assert machine.result.reason == "drain vllm-1: not over within 10 s"
+
+
 def test_a_server_that_does_not_come_up_in_time_is_stopped_and_the_plan_before_serves():
     wanted = plan(core(0), instance(B, 2), instance(C, 1))
     machine = change(TWO, wanted)

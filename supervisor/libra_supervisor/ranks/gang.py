@@ -178,12 +178,18 @@ class Gang:
         if isinstance(event, ChildRestartScheduled):
             await self._post(GangLost(self.attempt, self._supervision.status().last_error))
         elif isinstance(event, ChildGaveUp):
-            reason = (
-                f"the trainer failed {event.num_failures} times and was given up "
-                f"({event.reason}); first cause: {event.first_cause}"
-            )
-            lines = "\n".join(("", *event.last_lines[-_NUM_SHOWN_LINES:]))
-            await self._post(GangGaveUp(self._hooks.exit_code, f"{reason}{lines}"))
+            # One that is never restarted has no budget; what it printed is in its log.
+            first_line = event.first_cause.partition("\n")[0]
+            reason = _in_words(event) if self._site.is_restarted else first_line
+            await self._post(GangGaveUp(self._hooks.exit_code, reason))
+
+
+def _in_words(event: ChildGaveUp) -> str:
+    reason = (
+        f"the trainer failed {event.num_failures} times and was given up "
+        f"({event.reason}); first cause: {event.first_cause}"
+    )
+    return "\n".join((reason, *event.last_lines[-_NUM_SHOWN_LINES:]))
 
 
 def _restarts(site: GangSite, config: SupervisionConfig) -> RestartPolicy:

@@ -50,6 +50,7 @@ def no_sample_failed(run) -> bool:
     return not run.said("sample_failed")
 
 
+@pytest.mark.case("R-B29")
 def test_instances_come_and_go_while_steps_go_on_and_no_request_is_lost(fake_run):
     run = elastic(fake_run)
     before, plan = servers(run), plan_in(run.run_dir)

@@ -185,6 +185,17 @@ async def test_an_error_that_a_restart_cannot_cure_ends_the_run_with_its_code(
         assert len(of(place, ChildStarted)) == num_starts
 
 
+async def test_a_gang_that_is_never_restarted_says_what_ended_it_and_no_more(tmp_path):
+    misbehaves = {"rank": 0, "attempts": [1], "does": "fail", "exit_code": 4}
+    async with site(tmp_path) as place:
+        async with gang_in(place, tmp_path, misbehaves=misbehaves, is_restarted=False) as gang:
+            await ready(place, 1)
+            await gang.broadcast(STEP)
+        (gave_up,) = of(place, GangGaveUp)
+        assert gave_up.reason == "rank 0 failed: loss is not finite"
+        assert len(of(place, ChildStarted)) == 1
+
+
 async def test_a_rank_that_lives_on_without_its_socket_takes_the_gang_down(tmp_path):
     misbehaves = {"rank": 1, "attempts": [1], "does": "close"}
     async with site(tmp_path) as place:
