@@ -7,6 +7,7 @@ import pytest
 
 from libra.ids import InstanceId, NodeRank, SlotId
 from libra.planner.plan import TrainPlacement
+from libra.wire.rank import RecomputeProbed
 from libra_supervisor import events
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.cycle import Phase
@@ -16,6 +17,7 @@ from node_world import (
     PATIENCE_S,
     TIMEOUT_S,
     NodeWorld,
+    instance,
     lost,
     started,
 )
@@ -182,6 +184,51 @@ def test_servers_that_were_given_up_do_not_count_among_those_that_are_left():
     assert world.ended.exit_code == 4
     assert "vllm-2 went with node 1" in world.ended.reason
     assert "1 rollout GPUs are left, min_rollout_gpus is 2" in world.ended.reason
+
+
+def test_servers_that_sleep_do_not_count_among_those_that_are_left():
+    world, _ = started(min_rollout_gpus=2)
+    assert world.control.pool.on_asleep(InstanceId("vllm-1"), now=world.now)
+    world.lose(ONE)
+    world.pass_time(PATIENCE_S)
+    assert world.ended.exit_code == 4
+    assert "1 rollout GPUs are left, min_rollout_gpus is 2" in world.ended.reason
+
+
+def test_the_loss_of_a_node_while_the_last_checkpoint_is_written_changes_nothing():
+    world, rng = started(home=msgspec.structs.replace(HOME, train=ON_TWO), total_steps=14)
+    world.is_disk_stuck = True
+    while world.step(rng):
+        pass
+    world.post(events.StopRequested("an operator", now=False))
+    world.lose(ONE)
+    world.pass_time(PATIENCE_S)
+    assert world.ended is None, "it is being saved"
+    assert world.control.plans.change is None
+    world.is_disk_stuck = False
+    world.run(rng)
+    assert world.ended.exit_code == 0
+    assert not world.records
+
+
+def test_the_layout_that_the_run_began_with_is_not_probed_when_a_loss_moves_it():
+    train = msgspec.structs.replace(ON_TWO, tp=2, dp=1)
+    servers = (instance(0, 0, 0), instance(1, 1, 0), instance(2, 1, 1))
+    home = msgspec.structs.replace(HOME, train=train, instances=servers)
+    world, rng = NodeWorld(home=home, num_probes=2, total_steps=14), Random(1)
+    world.boot()
+    for rank in range(2):
+        probed = RecomputeProbed(rank=rank, before_bytes=1, peak_bytes=2, error="")
+        world.post(events.RankSaid(world.attempt, probed))
+    world.post(events.ProbeJudged(world.attempt, "kept", "it fits"))
+    world.until(rng, lambda: len(world.trained) > 1)
+    lost(world, rng, TWO)
+    moved = world.records[0].plan.train
+    assert (moved.tp, moved.dp, moved.node) == (2, 1, ONE)
+    num_trained = len(world.trained)
+    world.until(rng, lambda: len(world.trained) > num_trained)
+    world.run(rng)
+    assert world.ended.exit_code == 0
 
 
 def test_the_run_grows_back_only_once_a_version_is_served():
