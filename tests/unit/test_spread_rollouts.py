@@ -9,6 +9,7 @@ import pytest
 from libra.errors import PeerError
 from libra.rollouts.trajectory import SampleFailed
 from libra.wire import node_rollouts as wire
+from libra_supervisor.app import spread_rollouts
 from libra_supervisor.app.cluster_routing import ClusterRouting
 from libra_supervisor.app.spread_rollouts import SpreadRollouts
 from libra_supervisor.events import SampleFinished, SampleGaveUp, SampleStarted
@@ -164,6 +165,44 @@ async def test_what_is_no_trajectory_of_its_sample_fails_that_sample_alone(data,
     assert said in gave_up.failure.message
     assert finished == SampleFinished(trajectory(THERE, 1))
     assert leader.rollouts.node_of(THERE.group_id) is None
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_pieces_that_do_not_end_are_kept_up_to_the_limit_and_then_their_sample_fails(
+    monkeypatch,
+):
+    monkeypatch.setattr(spread_rollouts, "MAX_TRAJECTORY_BYTES", 10)
+    leader = Leader()
+    leader.able(1)
+    for group in (HERE, THERE):
+        leader.rollouts.start(group)
+    job = leader.others[1].said[-1].job
+    piece = wire.TrajectoryPiece(job=job, sample=0, data=b"12345", is_last=False)
+    for _ in range(2):
+        leader.rollouts.on_word(1, piece)
+    assert leader.rollouts._pieces == {1: {(job, 0): b"1234512345"}}
+    leader.rollouts.on_word(1, piece)
+    await leader.heard()
+    (gave_up,) = leader.posted
+    assert (gave_up.group_id, gave_up.sample_index) == (THERE.group_id, 0)
+    assert leader.rollouts._pieces == {1: {}}
+
+
+def test_what_has_come_of_a_group_that_nobody_wants_any_more_is_not_kept():
+    leader = Leader()
+    leader.able(1)
+    for group in (HERE, THERE, admitted(2)):
+        leader.rollouts.start(group)
+    jobs = [it.job for it in leader.others[1].said if isinstance(it, wire.MakeSamples)]
+    for job in jobs:
+        piece = wire.TrajectoryPiece(job=job, sample=0, data=b"1", is_last=False)
+        leader.rollouts.on_word(1, piece)
+    leader.rollouts.cancel(THERE.group_id)
+    assert leader.rollouts._pieces == {1: {(jobs[1], 0): b"1"}}
+    # What is still on its way is not kept either.
+    leader.rollouts.on_word(1, msgspec.structs.replace(piece, job=jobs[0]))
+    assert leader.rollouts._pieces == {1: {(jobs[1], 0): b"1"}}
 
 
 @pytest.mark.anyio

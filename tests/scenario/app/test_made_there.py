@@ -215,6 +215,7 @@ async def test_samples_that_are_asked_for_again_begin_anew_there(tmp_path):
         assert len(server.completion_bodies) == 6
 
 
+@pytest.mark.case("R-B90")
 async def test_requests_go_to_no_server_that_is_older_than_what_is_wanted(tmp_path):
     async with made_there(tmp_path, servers=("vllm-0", "vllm-1")) as made:
         # The second has missed version 3, and nobody has taken it out of routing.
@@ -227,6 +228,7 @@ async def test_requests_go_to_no_server_that_is_older_than_what_is_wanted(tmp_pa
         assert versions == {3}
 
 
+@pytest.mark.case("R-B29")
 async def test_a_server_that_leaves_is_used_until_every_node_has_read_it_and_is_empty(tmp_path):
     async with made_there(tmp_path, servers=("vllm-0", "vllm-1")) as made:
         for server in made.servers.values():
