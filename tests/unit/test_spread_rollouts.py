@@ -14,6 +14,7 @@ from libra_supervisor.app.cluster_routing import ClusterRouting
 from libra_supervisor.app.spread_rollouts import SpreadRollouts
 from libra_supervisor.events import SampleFinished, SampleGaveUp, SampleStarted
 from made_there import Idle, OwnRunner
+from pickled import PICKLED, was_unpickled
 from trajectories import admitted, trajectory
 
 HERE, THERE = admitted(0, n_samples=16), admitted(1, n_samples=2)
@@ -129,12 +130,14 @@ def changed(**fields):
     return msgspec.msgpack.encode(msgspec.structs.replace(trajectory(THERE, 0), **fields))
 
 
+@pytest.mark.case("R-B101")
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["trio"])
 @pytest.mark.parametrize(
     ("data", "said"),
     [
         (b"no", "sent no trajectory"),
+        (PICKLED, "sent no trajectory"),
         (NESTED, "nested too deeply"),
         (msgspec.msgpack.encode(trajectory(THERE, 1)), "/s1', not"),
         (changed(sample_index=1), "sample_index 1, not 0"),
@@ -145,8 +148,8 @@ def changed(**fields):
         (changed(reward=float("nan")), "reward nan"),
     ],
     ids=[
-        "none", "nested", "another's", "another index", "another group", "another prompt",
-        "no version", "no reward", "no number",
+        "none", "pickled", "nested", "another's", "another index", "another group",
+        "another prompt", "no version", "no reward", "no number",
     ],
 )  # fmt: skip
 async def test_what_is_no_trajectory_of_its_sample_fails_that_sample_alone(data, said):
@@ -163,6 +166,7 @@ async def test_what_is_no_trajectory_of_its_sample_fails_that_sample_alone(data,
     assert isinstance(gave_up, SampleGaveUp)
     assert (gave_up.group_id, gave_up.sample_index) == (THERE.group_id, 0)
     assert said in gave_up.failure.message
+    assert not was_unpickled()
     assert finished == SampleFinished(trajectory(THERE, 1))
     assert leader.rollouts.node_of(THERE.group_id) is None
 
