@@ -211,6 +211,45 @@ def test_the_loss_of_a_node_while_the_last_checkpoint_is_written_changes_nothing
     assert not world.records
 
 
+def test_nor_does_the_return_of_one():
+    world, rng = started(total_steps=14)
+    lost(world, rng, TWO)
+    world.is_disk_stuck = True
+    while world.step(rng):
+        pass
+    world.post(events.StopRequested("an operator", now=False))
+    world.join(TWO)
+    world.pass_time(PATIENCE_S)
+    assert world.ended is None, "it is being saved"
+    assert world.control.plans.change is None
+    world.is_disk_stuck = False
+    world.run(rng)
+    assert world.ended.exit_code == 0
+    assert len(world.records) == 1
+
+
+def test_ranks_that_came_up_on_a_node_which_is_lost_again_are_done_without_once_more():
+    world, rng = started(total_steps=14)
+    lost(world, rng, TWO)
+    world.join(TWO)
+    reshaping(world, rng)
+    world.is_held = lambda event: isinstance(event, events.InstanceDrained)
+    world.lose(TWO)
+    world.lose(ONE)
+    world.pass_time(PATIENCE_S)
+    world.join(ONE)
+    world.join(TWO)
+    world.until(rng, lambda: world.control.cycle.phase is not Phase.RESHAPING)
+    assert world.train == HOME.train
+    world.lose(TWO)
+    world.pass_time(PATIENCE_S)
+    assert outcomes(world)[-1] == ("node_lost", "failed"), "it goes on with what is gone"
+    assert world.control.plans.change.order.wanted.train.node == 0
+    world.is_held = lambda event: False
+    world.run_out(rng)
+    assert world.ended.exit_code == 0
+
+
 def test_the_layout_that_the_run_began_with_is_not_probed_when_a_loss_moves_it():
     train = msgspec.structs.replace(ON_TWO, tp=2, dp=1)
     servers = (instance(0, 0, 0), instance(1, 1, 0), instance(2, 1, 1))
