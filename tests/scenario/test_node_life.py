@@ -322,6 +322,20 @@ def test_ranks_on_what_is_left_may_take_their_time():
     assert world.ended.exit_code == 0
 
 
+def test_the_way_back_says_what_it_comes_from():
+    world, rng = started(total_steps=30)
+    assert not world.control.nodes.has_lost
+    lost(world, rng, ONE)
+    assert world.control.nodes.has_lost
+    world.join(ONE)
+    world.pass_time(PATIENCE_S)
+    world.until(rng, lambda: world.control.plans.plan == HOME)
+    assert {it.reason for it in world.records[1:]} == {"nodes are back"}
+    world.pass_time(1)
+    # What is missing from here on is missing for another reason.
+    assert not world.control.nodes.has_lost
+
+
 def test_a_server_that_gives_its_slot_to_the_core_waits_for_no_answers():
     home = msgspec.structs.replace(HOME, train=ON_TWO)
     world, rng = noting(home=home, total_steps=14)
