@@ -9,7 +9,6 @@ import pytest
 from libra.errors import PeerError
 from libra.rollouts.trajectory import SampleFailed
 from libra.wire import node_rollouts as wire
-from libra_supervisor.app import spread_rollouts
 from libra_supervisor.app.cluster_routing import ClusterRouting
 from libra_supervisor.app.spread_rollouts import SpreadRollouts
 from libra_supervisor.events import SampleFinished, SampleGaveUp, SampleStarted
@@ -176,7 +175,7 @@ async def test_what_is_no_trajectory_of_its_sample_fails_that_sample_alone(data,
 async def test_pieces_that_do_not_end_are_kept_up_to_the_limit_and_then_their_sample_fails(
     monkeypatch,
 ):
-    monkeypatch.setattr(spread_rollouts, "MAX_TRAJECTORY_BYTES", 10)
+    monkeypatch.setattr("libra_supervisor.app.spread_rollouts.MAX_TRAJECTORY_BYTES", 10)
     leader = Leader()
     leader.able(1)
     for group in (HERE, THERE):
