@@ -190,3 +190,17 @@ async def test_versions_of_an_attempt_that_was_given_up_are_served_to_nobody():
         await made.serve(2, "vllm-1")
         for follower in made.followers:
             assert follower.placed().instance_id == "vllm-1"
+
+
+@pytest.mark.case("R-B29")
+async def test_a_server_that_is_drained_once_more_may_get_requests_until_it_is_read_once_more():
+    async with cluster() as made:
+        made.begin("vllm-0")
+        await made.serve(3, "vllm-0")
+        for version in (4, 5):
+            read = made.roster.revision
+            made.roster.withdraw("vllm-0", is_draining=True)
+            assert made.roster.may_still_get_requests("vllm-0", read=read)
+            await made.tell()
+            assert not made.roster.may_still_get_requests("vllm-0", read=made.roster.revision)
+            await made.serve(version, "vllm-0")
