@@ -353,6 +353,19 @@ class StopAsked(msgspec.Struct, frozen=True, tag=True):
     in_hurry: bool
 
 
+class Unfit(msgspec.Struct, frozen=True, tag=True):
+    """What the node lacks for its part of the plan: it leaves."""
+
+    reason: str
+
+
 NodeEvent: TypeAlias = (
-    NodeReply | ProcessEnded | RankLinked | FromRank | RankUnlinked | StopAsked | RolloutWord
+    NodeReply
+    | ProcessEnded
+    | RankLinked
+    | FromRank
+    | RankUnlinked
+    | StopAsked
+    | Unfit
+    | RolloutWord
 )
