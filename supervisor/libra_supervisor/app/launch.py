@@ -42,6 +42,7 @@ from libra_supervisor.doctor.held import NOTHING, Held, held_by_run
 from libra_supervisor.doctor.probes import port_finding
 from libra_supervisor.loop.plan_memory import PlanMemory
 from libra_supervisor.nodes.site import Site
+from libra_supervisor.nodes.transport import leader_tls
 from libra_supervisor.records.calibration import CalibrationStore, known_book, store_of
 from libra_supervisor.run_directory import RunDirectory
 
@@ -124,6 +125,9 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
     Raises ConfigError, InfeasiblePlanError or SiteError; nothing has been started then.
     """
     config = request.loaded.config
+    if request.site is not None:
+        cluster = config.cluster
+        leader_tls(cluster.node_tls_cert, cluster.node_tls_key, cluster.node_tls_ca)
     device = resolved_device(config.control.device, request.environ)
     config = msgspec.structs.replace(
         config, control=msgspec.structs.replace(config.control, device=device)
