@@ -10,7 +10,7 @@ from libra_supervisor.nodes.lease import Lease, LeaseTerms, Standing
 from libra_supervisor.nodes.member_record import NodeState
 from libra_supervisor.nodes.members import Admitted, Charter, Members
 from libra_supervisor.nodes.session import KeepLimits, Session
-from libra_supervisor.nodes.term import obey_term, read_term, take_term
+from libra_supervisor.nodes.term import obey_term, obeyed_term, read_term, take_term
 
 TERMS = LeaseTerms(lease_s=10.0, orphan_grace_s=30.0)
 
@@ -311,8 +311,33 @@ def test_every_leader_has_a_higher_term_than_all_before_it(tmp_path):
     assert take_term(tmp_path, "L3") == 10
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"term": "x"}', b'{"term": 1}', b"\xff"])
-def test_a_damaged_term_is_not_taken_for_none(tmp_path, content):
-    (tmp_path / "term.json").write_bytes(content)
-    with pytest.raises(SiteError, match="two leaders"):
-        take_term(tmp_path, "L")
+DAMAGED = [
+    b"", b"{", b'{"term": "x"}', b'{"term": 1}', b"\xff", b'{"term": -5, "leader": ""}',
+    b'{"term": 0, "leader": ""}', b'{"term": 100000000000000000000000, "leader": ""}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+@pytest.mark.parametrize(
+    ("read", "advice"),
+    [
+        (lambda path: take_term(path, "L"), 'higher than the term of any line "leads"'),
+        (obeyed_term, "being the term in the run directory's own term.json"),
+    ],
+)
+def test_a_damaged_term_is_not_taken_for_none(tmp_path, content, read, advice):
+    path = tmp_path / "term.json"
+    path.write_bytes(content)
+    with pytest.raises(SiteError, match="two leaders") as found:
+        read(tmp_path)
+    assert str(found.value).startswith(f"{path} cannot be read (")
+    assert '{"term": N, "leader": ""}' in str(found.value)
+    assert advice in str(found.value)
+    # What it says to do helps.
+    path.write_text('{"term": 7, "leader": ""}')
+    assert read(tmp_path)
+
+
+def test_a_term_that_cannot_be_written_is_the_site_s_fault(tmp_path):
+    with pytest.raises(SiteError, match=r"cannot write .*No such file"):
+        take_term(tmp_path / "gone", "L")

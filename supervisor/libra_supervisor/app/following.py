@@ -45,7 +45,7 @@ from libra_supervisor.nodes.interface import interface_of
 from libra_supervisor.nodes.lease import LeaseTerms, Standing
 from libra_supervisor.nodes.session import KeepLimits
 from libra_supervisor.nodes.site import Site
-from libra_supervisor.nodes.term import obey_term, read_term
+from libra_supervisor.nodes.term import obey_term, obeyed_term, read_term
 from libra_supervisor.nodes.transport import dialled, follower_tls
 from libra_supervisor.notify import Notifier
 from libra_supervisor.process.cgroup import delegated_root
@@ -68,6 +68,7 @@ from libra_supervisor.run_directory import (
 GLOO_VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _LOOK_PERIOD_S: Final = 0.5
+_END_LOOK_S: Final = 2.0
 _NOTIFY_PERIOD_S: Final = 5.0
 _START_EXTENSION_S: Final = 60.0
 
@@ -242,6 +243,7 @@ class _Follower:
                 )
                 tasks.start_soon(self._stop.watch)
                 tasks.start_soon(self._give_up, side)
+                tasks.start_soon(self._learn_of_end, side)
                 try:
                     await end.run()
                 finally:
@@ -288,7 +290,7 @@ class _Follower:
         me = identity_of(os.getpid())
         if me is None:
             raise InvariantError("this process is not in /proc")
-        known = read_term(self._own.root)
+        known = obeyed_term(self._own.root)
         return Hello(
             protocol=PROTOCOL,
             version=__version__,
@@ -362,6 +364,24 @@ class _Follower:
             elif now - alone_since > limit_s:
                 reason = f"no leader for {limit_s:g} s after the servers here were ended"
                 self._leave(SiteError.exit_code, reason)
+
+    async def _learn_of_end(self, side: Allegiance) -> None:
+        """Leave when the leader that this node obeyed has ended the run and could not tell it."""
+        while True:
+            await clock.sleep(_END_LOOK_S)
+            if side.standing(now=clock.now()) is Standing.HELD or not side.leader:
+                continue
+            try:
+                found = await anyio.to_thread.run_sync(
+                    read_term, self._following.directory.root, abandon_on_cancel=True
+                )
+            except SiteError as error:
+                _log.warning("term_not_read", why=str(error))
+                continue
+            if found is None or (found.term, found.leader) != (side.term, side.leader):
+                continue
+            if found.end is not None:
+                self._leave(found.end.exit_code, f"the run is over: {found.end.reason}")
 
     async def _note_log(self, event: ChildEvent) -> None:
         _log.warning("child_log", kind=type(event).__name__, child=event.child_id)

@@ -28,6 +28,7 @@ from libra_supervisor.app.following import (
 )
 from libra_supervisor.app.recall import record_run_id
 from libra_supervisor.nodes.site import Site
+from libra_supervisor.nodes.term import RunEnd, end_term
 from libra_supervisor.run_directory import LOCK_NAME, Holder, RunDirectory, held
 
 HERE = os.uname().nodename
@@ -263,3 +264,27 @@ def over_two_nodes():
         for node in range(2)
     )
     return Plan(strategy="configured", train=train, instances=servers)
+
+
+@pytest.mark.parametrize("by", ["L1", "another leader of that term"])
+async def test_a_node_that_the_leader_could_not_tell_reads_of_the_end_of_the_run(
+    tmp_path, free_ports, by
+):
+    told = following(tmp_path, port=free_ports(1), node_lease_s=1, node_orphan_grace_s=1)
+    supervision = msgspec.structs.replace(told.config.supervision, start_timeout_s=4)
+    config = msgspec.structs.replace(told.config, supervision=supervision)
+    told = msgspec.structs.replace(told, config=config)
+    record_run_id(told.directory, "run-1")
+
+    async def story():
+        # Of the life before: nobody is sent home by it.
+        end_term(told.directory.root, 1, "L0", RunEnd(0, "all steps are trained"))
+        async with leading(told) as leader:
+            await leader.until_joined()
+            await clock.sleep(0.5)
+        end_term(told.directory.root, 1, by, RunEnd(0, "all steps are trained"))
+
+    outcome = await outcome_after(told, story)
+    known = (0, "the run is over: all steps are trained")
+    unknown = (5, "no leader for 4 s after the servers here were ended")
+    assert (outcome.exit_code, outcome.reason) == (known if by == "L1" else unknown)
