@@ -267,9 +267,6 @@ class SpreadRollouts:
 
     def _take_back(self, node: NodeRank) -> None:
         """It makes nothing any more: others make what is left."""
-        if node in self._parts:
-            part = self._parts[node]
-            part.read, part.num_requests = -1, {}
         self._pieces.pop(node, None)
         makes = self._spread.on_gone(node)
         if makes:
