@@ -14,8 +14,8 @@ from libra.tracing.chrome import read_trace, trace_files
 from libra.tracing.span import Phase
 from libra.wire import node as node_wire
 from libra_supervisor.app import node_making
-from libra_supervisor.events import SampleFinished, SampleGaveUp, SampleProgressed, SampleStarted
 from libra_supervisor.app import spread_rollouts as spread_module
+from libra_supervisor.events import SampleFinished, SampleGaveUp, SampleProgressed, SampleStarted
 from libra_supervisor.nodes.follower import FollowerEnd
 from made_there import made_there
 from processes import until
