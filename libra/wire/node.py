@@ -35,6 +35,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     config_digest: str
     """Of the configuration this node was started with."""
 
+    option_digests: dict[str, str] = {}
+    """The same by option, for whoever wonders in what two of them differ."""
+
     run_id: str
     """Empty until the leader has told it."""
 

@@ -8,7 +8,7 @@ import anyio
 
 from libra import clock
 from libra.version import __version__
-from libra_supervisor.app.following import config_digest
+from libra_supervisor.app.shared_config import config_digest
 from libra_supervisor.nodes.leader import LeaderEnd, NodeSaid
 from libra_supervisor.nodes.lease import LeaseTerms
 from libra_supervisor.nodes.members import Charter, NodeJoined

@@ -15,11 +15,11 @@ from libra_supervisor.nodes.term import obey_term, obeyed_term, read_term, take_
 TERMS = LeaseTerms(lease_s=10.0, orphan_grace_s=30.0)
 
 
-def members(*, term=1, keep=KeepLimits()):  # noqa: B008 - frozen
+def members(*, term=1, keep=KeepLimits(), **options):  # noqa: B008 - frozen
     return Members(
         Charter(
             run_id="r", run_directory="/r", term=term, leader="L", version="1", config_digest="d",
-            num_nodes=3, lease=TERMS, keep=keep,
+            num_nodes=3, lease=TERMS, keep=keep, **options,
         ),
         now=0.0,
     )  # fmt: skip
@@ -298,6 +298,30 @@ def test_a_later_leader_waits_for_the_leases_of_the_one_before():
     assert not machine.reigns(now=TERMS.lost_after_s - 0.1)
     assert machine.reigns(now=TERMS.lost_after_s)
     assert members().reigns(now=0.0)
+
+
+OURS = dict.fromkeys("abcdef", "1")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        (OURS | {"b": "2"}, " (b)"),
+        (dict.fromkeys("abcde", "1"), " (f)"),
+        (OURS | {"x": "1", "a": "2"}, " (a, x)"),
+        (dict.fromkeys("abcdef", "2"), " (a, b, c and 3 more)"),
+        (OURS, ""),
+    ],
+)
+def test_who_has_another_configuration_is_told_in_what(theirs, said):
+    machine = members(option_digests=OURS)
+    refused = machine.on_hello(
+        hello(config_digest="x", option_digests=theirs), connection=1, fresh_session="s", now=0.0
+    )
+    assert refused == Refused(reason=f"its configuration is another one{said}", is_final=True)
+    assert isinstance(
+        machine.on_hello(hello(dial=2), connection=2, fresh_session="s", now=0.0), Admitted
+    )
 
 
 # Terms

@@ -34,7 +34,8 @@ from libra.wire.instance import WeightsReceipt
 from libra.wire.node import Leave, RankLinked, StopAsked
 from libra.wire.rank import Hello
 from libra_supervisor import events
-from libra_supervisor.app.following import GLOO_VARIABLE, config_digest
+from libra_supervisor.app.following import GLOO_VARIABLE
+from libra_supervisor.app.shared_config import config_digest, option_digests
 from libra_supervisor.events import StopRequested
 from libra_supervisor.instances.port_lease import lease_port
 from libra_supervisor.nodes.interface import interface_of
@@ -119,6 +120,7 @@ class Cluster:
             leader=self._leader,
             version=__version__,
             config_digest=config_digest(config),
+            option_digests=option_digests(config),
             num_nodes=site.num_nodes,
             lease=lease,
         )

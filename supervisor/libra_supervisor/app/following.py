@@ -4,7 +4,6 @@ It decides nothing. What it may do is said by its lease (`libra_supervisor.nodes
 does, by the leader's commands (`NodeHands`).
 """
 
-import hashlib
 import os
 import signal
 import traceback
@@ -20,10 +19,7 @@ import anyio.to_thread
 import msgspec
 
 from libra import clock
-from libra.config.load import dump_resolved
-from libra.config.nodes import NodesConfig
 from libra.config.run import RunConfig
-from libra.config.supervision import ApiConfig
 from libra.errors import InvariantError, LibraError, SiteError
 from libra.ids import RunId
 from libra.tracing.log import get_log
@@ -35,6 +31,7 @@ from libra_supervisor.app.node_fitness import what_is_lacking
 from libra_supervisor.app.node_hands import NodeHands
 from libra_supervisor.app.node_making import MakingSite, NodeMaking
 from libra_supervisor.app.rank_relay import Tongue
+from libra_supervisor.app.shared_config import config_digest, option_digests
 from libra_supervisor.app.user_threads import abandon_user_threads
 from libra_supervisor.events import ChildEvent
 from libra_supervisor.journal import read_run_id
@@ -87,25 +84,6 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     devices: tuple[str, ...]
     """By slot; empty on CPU."""
-
-
-def config_digest(config: RunConfig) -> str:
-    """Names the configuration that all nodes of a run share.
-
-    Where a node finds its secrets, and where it listens for people, is its own affair.
-    """
-    shared = msgspec.structs.replace(
-        config,
-        api=ApiConfig(),
-        cluster=msgspec.structs.replace(
-            config.cluster,
-            **{
-                name: getattr(NodesConfig(), name)
-                for name in ("node_token_file", "node_tls_key", "node_tls_ca", "node_tls_cert")
-            },
-        ),
-    )
-    return hashlib.sha256(dump_resolved(shared)).hexdigest()[:16]
 
 
 def node_directory(directory: RunDirectory, node: int) -> RunDirectory:
@@ -295,6 +273,7 @@ class _Follower:
             protocol=PROTOCOL,
             version=__version__,
             config_digest=config_digest(self._following.config),
+            option_digests=option_digests(self._following.config),
             run_id=self._run_id,
             node=self._following.site.rank,
             host=os.uname().nodename,

@@ -18,7 +18,7 @@ from libra.wire.node import PROTOCOL, Envelope, Hello, KeepOnly, Leave, NodeComm
 from libra_supervisor import events
 from libra_supervisor.app import cluster as cluster_module
 from libra_supervisor.app.cluster import Cluster
-from libra_supervisor.app.following import config_digest
+from libra_supervisor.app.shared_config import config_digest
 from libra_supervisor.instances.port_lease import lease_port
 from libra_supervisor.nodes.site import Site
 from libra_supervisor.nodes.term import RunEnd, TermRecord, read_term, take_term

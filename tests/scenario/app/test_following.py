@@ -21,12 +21,12 @@ from libra.storage.atomic import atomic_write
 from libra.wire.node import Leave, StopAsked
 from libra_supervisor.app.following import (
     Following,
-    config_digest,
     follow,
     node_directory,
     speaking_for,
 )
 from libra_supervisor.app.recall import record_run_id
+from libra_supervisor.app.shared_config import config_digest, option_digests
 from libra_supervisor.nodes.site import Site
 from libra_supervisor.nodes.term import RunEnd, end_term
 from libra_supervisor.run_directory import LOCK_NAME, Holder, RunDirectory, held
@@ -114,6 +114,10 @@ def test_nodes_agree_on_all_that_is_not_their_own_affair(tmp_path):
     other = load_config(write_config(tmp_path / "a", total_steps=2), purpose="plan").config
     assert config_digest(first) == config_digest(own) == same
     assert config_digest(other) != same
+    first, own, other = map(option_digests, (first, own, other))
+    assert first == own
+    assert {name for name, digest in other.items() if first[name] != digest} == {"total_steps"}
+    assert {"supervision.term_grace_s", "model_path"} <= set(first)
 
 
 def stop():
