@@ -3,12 +3,14 @@
     main_job.py OUT [--shape tiny|0.5b|1.8b] [--steps N] [-o KEY=VALUE]...
 
 Makes a model with random weights (the quickstart's tokenizer and prompts), runs the job through the
-command line, and prints one JSON object with what metrics.jsonl and reloads.jsonl say. Not part of
-CI: it needs CUDA, a vLLM for CUDA and Megatron-Core.
+command line, and prints one JSON object with what metrics.jsonl and reloads.jsonl say. Where
+CUDA_VISIBLE_DEVICES is `0,0` both share one GPU. Not part of CI: it needs CUDA, a vLLM for CUDA and
+Megatron-Core.
 """
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -50,6 +52,9 @@ MEDIANS = (
 )
 WARM_UP_STEPS = 3
 GIB = 2**30
+KV_CACHE_BYTES = 8 * GIB
+"""Of a server that shares its GPU: one that measures its own takes what its neighbour allocates
+meanwhile for its own."""
 
 
 def main() -> int:
@@ -63,8 +68,13 @@ def main() -> int:
     quickstart = options.out / "quickstart"
     subprocess.run([sys.executable, ROOT / "scripts/make_quickstart.py", quickstart], check=True)
     model = quickstart / "model"
+    first, second = gpus()
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": f"{first},{second}"}
+    os.environ["CUDA_VISIBLE_DEVICES"] = first
     if options.shape != "tiny":
         model = make_model(options.out / f"model-{options.shape}", model, options.shape)
+    shared = [f"rollout_kv_cache_bytes={KV_CACHE_BYTES}", "gpu_memory_utilization=0.4"]
+    overrides = [*(shared if first == second else ()), *options.overrides]
     run_dir = options.out / f"run-{options.shape}-{time.strftime('%H%M%S')}"
     command = [
         *(sys.executable, "-m", "libra_supervisor.cli", "run"),
@@ -74,12 +84,18 @@ def main() -> int:
         *("-o", "device=cuda", "-o", "train_gpus=1", "-o", "rollout_gpus=1"),
         *("-o", "heterogeneous_rollout.instances=[{tp: 1, count: 1}]"),
         *("-o", f"total_steps={options.steps}", "-o", "save_interval=0"),
-        *(part for override in options.overrides for part in ("-o", override)),
+        *(part for override in overrides for part in ("-o", override)),
     ]
     started_at = time.monotonic()
-    code = subprocess.run(command, check=False).returncode
+    code = subprocess.run(command, env=environment, check=False).returncode
     print(json.dumps(summary(run_dir, code, time.monotonic() - started_at)))
     return code
+
+
+def gpus() -> tuple[str, str]:
+    """Two of CUDA_VISIBLE_DEVICES, which may be one; for the server and the trainer, by slot."""
+    first, second = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
+    return first, second
 
 
 def make_model(directory: Path, tokenizer: Path, shape: str) -> Path:

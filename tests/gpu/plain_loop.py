@@ -2,10 +2,11 @@
 
     plain_loop.py OUT --shape 0.5b [--steps 8] [--tokens 256] [--trajectories 256]
 
-What one would write without a framework: vLLM's own server on the second GPU answers a batch, the
-trainer on the first takes one GRPO step (bfloat16 autocast over float32 weights, fused AdamW,
-padded micro-batches), saves bfloat16 weights, and the server loads them from disk. Prints one JSON
-object with medians. `--device cpu --shape tiny` runs the same on two CPU cores.
+What one would write without a framework: vLLM's own server on one GPU answers a batch, the
+trainer on the other (the same where CUDA_VISIBLE_DEVICES is `0,0`) takes one GRPO step (bfloat16
+autocast over float32 weights, fused AdamW, padded micro-batches), saves bfloat16 weights, and the
+server loads them from disk. Prints one JSON object with medians. `--device cpu --shape tiny` runs
+the same on two CPU cores.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import aiohttp
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
 
-from main_job import make_model  # noqa: E402
+from main_job import KV_CACHE_BYTES, gpus, make_model  # noqa: E402
 
 from libra.rewards.case import RewardCase  # noqa: E402
 from libra.rewards.character_class import character_class  # noqa: E402
@@ -49,13 +50,16 @@ def main() -> None:
     quickstart = options.out / "quickstart"
     subprocess.run([sys.executable, ROOT / "scripts/make_quickstart.py", quickstart], check=True)
     model = quickstart / "model"
+    trains_on, serves_on = gpus()
+    os.environ["CUDA_VISIBLE_DEVICES"] = trains_on
+    options.shared = trains_on == serves_on
     if options.shape != "tiny":
         model = make_model(options.out / f"model-{options.shape}", model, options.shape)
     port = free_port()
     with (options.out / "plain_loop.log").open("wb") as log:
         server = subprocess.Popen(
             serve_command(model, port, options),
-            env=serve_environment(options),
+            env=serve_environment(options, serves_on),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -76,13 +80,16 @@ def serve_command(model: Path, port: int, options: argparse.Namespace) -> list[s
     command += ["--generation-config", "vllm", "--disable-uvicorn-access-log"]
     if options.device == "cpu":
         return [*command, "--kv-cache-memory-bytes", "64M", "--enforce-eager"]
+    if options.shared:
+        command += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
+        command += ["--gpu-memory-utilization", "0.4"]
     return [*command, "--dtype", "bfloat16"]
 
 
-def serve_environment(options: argparse.Namespace) -> dict[str, str]:
+def serve_environment(options: argparse.Namespace, device: str) -> dict[str, str]:
     more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if options.device == "cuda":
-        more["CUDA_VISIBLE_DEVICES"] = "1"
+        more["CUDA_VISIBLE_DEVICES"] = device
     else:
         more |= {"TORCHDYNAMO_DISABLE": "1"}
     return dict(os.environ) | more
@@ -206,6 +213,7 @@ async def loop(trainer: Trainer, rows: list[dict], url: str, options: argparse.N
                 "response_tokens": sum(len(s[1]) for s in samples),
             }.items():
                 parts.setdefault(name, []).append(value)
+            print({name: round(values[-1], 3) for name, values in parts.items()}, file=sys.stderr)
 
     def late(name: str) -> float:
         return statistics.median(parts[name][WARM_UP_STEPS:])
