@@ -44,9 +44,13 @@ def atomic_write(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     fsync_directory(path.parent)
 
 
-def partial_sibling(path: Path) -> Path:
-    """Where the content of `path` grows before it is renamed; hidden, on the same file system."""
-    return path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+def partial_sibling(path: Path, writer: str = "") -> Path:
+    """Where the content of `path` grows before it is renamed; hidden, on the same file system.
+
+    Writers with different names have different ones.
+    """
+    mark = f".{writer}" if writer else ""
+    return path.with_name(f".{path.name}{mark}{PARTIAL_SUFFIX}")
 
 
 def publish_directory(partial: Path, final: Path) -> None:

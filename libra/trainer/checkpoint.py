@@ -25,6 +25,7 @@ from libra.storage.checkpoints import (
 )
 from libra.storage.digest import file_entry
 from libra.storage.manifests import NotVisibleYetError
+from libra.storage.writer_claim import check_claim
 from libra.trainer.assembly import Trainer
 from libra.trainer.backend import StagedState
 from libra.trainer.world import World, barrier
@@ -41,8 +42,10 @@ class StagedCheckpoint:
         state: StagedState,
         manifest: CheckpointManifest,
         *,
+        writer: str,
         began_at: float,
     ) -> None:
+        self._writer = writer
         self._command = command
         self._world = world
         self._state = state
@@ -90,19 +93,23 @@ class StagedCheckpoint:
         if failures:
             raise OSError("; ".join(failures))
         final = Path(self._command.directory)
-        partial = partial_sibling(final)
+        partial = partial_sibling(final, self._writer)
         self._state.finish([results for results, _ in everything])
         (partial / ROLLOUT_STATE_NAME).write_bytes(self._command.rollout_state)
         files = tuple(file_entry(path) for path in sorted(partial.iterdir()))
         manifest = msgspec.structs.replace(self._manifest, files=files)
         write_checkpoint_manifest(partial, manifest)
+        check_claim(final.parent, self._writer)
         publish_directory(partial, final)
 
 
-def stage_checkpoint(trainer: Trainer, command: SaveCheckpoint) -> StagedCheckpoint:
+def stage_checkpoint(
+    trainer: Trainer, command: SaveCheckpoint, *, writer: str = ""
+) -> StagedCheckpoint:
     """Take the state of `command.step` into host memory; every rank takes part.
 
-    Raises SiteError when the directory exists already or cannot be made.
+    `writer` names the attempt. Raises SiteError when the directory exists already or cannot be
+    made, or a later attempt has claimed its parent.
     """
     if command.step != trainer.learner.progress.step:
         raise InvariantError(
@@ -110,9 +117,10 @@ def stage_checkpoint(trainer: Trainer, command: SaveCheckpoint) -> StagedCheckpo
         )
     began_at = clock.monotonic()
     final = Path(command.directory)
-    partial = partial_sibling(final)
+    partial = partial_sibling(final, writer)
     try:
         if trainer.world.at.rank == 0:
+            check_claim(final.parent, writer)
             _make_room(partial, final)
     except OSError as error:
         raise SiteError(f"checkpoint of step {command.step}: {error}") from error
@@ -121,7 +129,9 @@ def stage_checkpoint(trainer: Trainer, command: SaveCheckpoint) -> StagedCheckpo
     until_visible(lambda: check_written(partial, {}))
     state = trainer.backend.stage(partial)
     trainer.learner.beat("checkpoint")
-    return StagedCheckpoint(command, trainer.world, state, _manifest(trainer), began_at=began_at)
+    return StagedCheckpoint(
+        command, trainer.world, state, _manifest(trainer), writer=writer, began_at=began_at
+    )
 
 
 def restore_checkpoint(trainer: Trainer, directory: Path) -> None:

@@ -26,6 +26,7 @@ from libra.tracing.log import get_log
 from libra.version import __version__
 from libra.wire.node import PROTOCOL, Hello, Welcome
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
+from libra_supervisor.app.lease_note import lease_note
 from libra_supervisor.app.local_stop import LocalStop
 from libra_supervisor.app.node_fitness import what_is_lacking
 from libra_supervisor.app.node_hands import NodeHands
@@ -214,8 +215,9 @@ class _Follower:
             hands.speak_through(Tongue(end.say, end.say_when_room))
             hands.make_through(NodeMaking(self._making_site(spawner, end), tasks))
             self._stop.ask_through(side, end.say)
-            with rank_socket(self._own.root) as (path, listener):
-                hands.control_socket = path
+            with rank_socket(self._own.root) as (path, listener), lease_note(side) as lease:
+                hands.control_socket, hands.lease = path, lease
+                tasks.start_soon(lease.run)
                 tasks.start_soon(
                     lambda: accept_ranks(listener, run_id=self._run_id, welcome=hands.ranks.welcome)
                 )

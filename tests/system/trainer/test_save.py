@@ -44,6 +44,21 @@ def test_a_save_killed_at_any_moment_is_complete_or_invisible(tmp_path: Path):
     assert [complete[1][0] for complete in found if complete[0][0] == 2] == [1] * newest.count(2)
 
 
+def test_an_attempt_that_was_taken_for_gone_publishes_nothing_over_a_later_one(tmp_path: Path):
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    command = [sys.executable, SCRIPTS / "check_stale.py", model, tmp_path / "checkpoints"]
+    done = subprocess.run(
+        command, env=trainer_environment(), cwd=REPOSITORY, capture_output=True, check=False
+    )
+    output = done.stdout.decode()
+    assert done.returncode == 0, output + done.stderr.decode()[-4000:]
+    old, new, again, steps, state, names = output.splitlines()[-6:]
+    assert old.startswith("checkpoint of step 0: ")
+    assert (new, steps, state) == ("written", "[0]", "new")
+    assert "a later attempt (trainer-2) writes here now, not this one (trainer-1)" in again
+    assert names == "['.writer', 'step_000000']"
+
+
 def test_a_checkpoint_that_falls_due_while_a_snapshot_is_written_holds_no_rank(tmp_path: Path):
     model = make_tiny_model(tmp_path / "model", "qwen2")
     gate, slow = tmp_path / "gate", tmp_path / "snapshots"
