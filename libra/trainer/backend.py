@@ -111,6 +111,9 @@ class TrainBackend(Scorer, Protocol):
         calls `beat` before every parameter.
         """
 
+    def prepare_to_stage(self) -> None:
+        """Have memory for what `stage` takes ready on the host, beside what goes on."""
+
     def stage(self, directory: Path) -> StagedState:
         """Take the state of model and optimizer as it is now, to be written to `directory`."""
 

@@ -16,6 +16,7 @@ from libra.trainer.batch import Arrangement, Layout, MicroBatch
 from libra.trainer.capabilities import fallbacks, refuse_unsupported
 from libra.trainer.head import Sampling
 from libra.trainer.hf_weights import gather_hf_tensors, load_hf_weights
+from libra.trainer.host_memory import HostMemory
 from libra.trainer.hybrid_gradients import GradientView
 from libra.trainer.loss import LossSums
 from libra.trainer.model import GradientSeam, build_model, seed_everything, with_gradients
@@ -74,6 +75,7 @@ class MegatronBackend:
         self.passes_in_step = world.sizes.expert > 1
         self.has_distributed_optimizer = config.megatron.megatron_use_distributed_optimizer
         self._world = world
+        self._host_memory = HostMemory()
 
     @property
     def num_parameters(self) -> int:
@@ -117,8 +119,13 @@ class MegatronBackend:
             self.model, self.architecture, self._world, beat=beat, to_cpu=to_cpu
         )
 
+    def prepare_to_stage(self) -> None:
+        has_main_weights = self.has_distributed_optimizer or self.export_dtype != torch.float32
+        size = megatron_checkpoint.num_state_bytes(self.model, has_main_weights=has_main_weights)
+        self._host_memory.prepare(size)
+
     def stage(self, directory: Path) -> StagedState:
-        return megatron_checkpoint.stage(self.model, self.optimizer, directory)
+        return megatron_checkpoint.stage(self.model, self.optimizer, directory, self._host_memory)
 
     def restore(self, directory: Path) -> None:
         megatron_checkpoint.restore(

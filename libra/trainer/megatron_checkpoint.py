@@ -4,21 +4,26 @@ A save has two parts: `stage` takes the state into host memory and has the ranks
 what; `StagedState` writes it, in any thread, while the model trains on.
 """
 
-import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from libra.errors import InvariantError
 from libra.storage.arrival import check_written, until_visible
 from libra.trainer import optimizer_gather
+from libra.trainer.host_memory import ALIGNMENT, Arena, HostMemory, with_own_storage
 from libra.trainer.model import bare
 from libra.trainer.optimizer import has_torch_adam, torch_optimizers
 
@@ -38,29 +43,27 @@ EXTRA: Final = "_extra_state"
 class StagedState:
     """One rank's part of a checkpoint, in host memory."""
 
-    def __init__(self, directory: Path, writer: Any, metadata: Any, *, is_on_cpu: bool) -> None:
-        """`writer` is Megatron's, with its plan; `metadata` is of the whole, on rank 0.
-
-        `is_on_cpu`: the model is, and the plan holds its parameters themselves.
-        """
+    def __init__(self, directory: Path, writer: "_Writer", metadata: Any) -> None:
+        """`metadata` is of the whole, on rank 0."""
         self._directory = directory
         self._writer = writer
         self._metadata = metadata
-        self._buckets = [_in_host_memory(b, copy=is_on_cpu) for b in writer.write_buckets]
-        writer.write_buckets = None
 
     def write(self) -> list[Any]:
         """Write this rank's files; returns what `finish` wants of every rank. Raises OSError."""
         results: list[Any] = []
-        while self._buckets:
-            # Let go one by one: the memory is wanted again.
-            bucket = self._buckets.pop()
-            _, written = FileSystemWriterAsync.write_preloaded_data(
-                [self._writer.transforms], 0, bucket, None, None, use_fsync=True
-            )
-            if isinstance(written, Exception):
-                raise written
-            results += written
+        try:
+            for path, key, (objects, tensors) in self._writer.write_buckets:
+                bucket = path, key, (objects, _ready_to_write(tensors))
+                _, written = FileSystemWriterAsync.write_preloaded_data(
+                    [self._writer.transforms], 0, bucket, None, None, use_fsync=True
+                )
+                if isinstance(written, Exception):
+                    raise written
+                results += written
+        finally:
+            self._writer.write_buckets = []
+            self._writer.arena.give_back()
         return results
 
     def finish(self, results: list[list[Any]]) -> None:
@@ -83,21 +86,40 @@ def _ends(results: list[list[Any]]) -> dict[str, int]:
     return end_of
 
 
-def stage(model: Any, optimizer: Any, directory: Path) -> StagedState:
+def stage(model: Any, optimizer: Any, directory: Path, host_memory: HostMemory) -> StagedState:
     """Take the state of all ranks as it is now; every rank takes part. `directory` is empty."""
-    # Megatron would start a manager process to carry the names of the written files from a writer
-    # process; ours writes in a thread, and the manager would outlive a killed rank.
-    filesystem_async._results_queue = queue.Queue()  # noqa: SLF001
-    optimizer_gather.install()
-    strategy = _Staging(directory, is_on_cpu=next(model.parameters()).device.type == "cpu")
-    dist_checkpointing.save(
-        _sharded_state(model, optimizer, is_loading=False),
-        str(directory),
-        strategy,
-        async_sharded_save=True,
-        async_strategy="mcore",
-    )
+    arena = host_memory.take()
+    optimizer_gather.install(empty=lambda count: arena.empty((count,), torch.float32))
+    strategy = _Staging(directory)
+    with _writing_from(arena):
+        dist_checkpointing.save(
+            _sharded_state(model, optimizer, is_loading=False),
+            str(directory),
+            strategy,
+            async_sharded_save=True,
+            async_strategy="mcore",
+        )
     return strategy.staged
+
+
+def num_state_bytes(model: Any, *, has_main_weights: bool) -> int:
+    """Of host memory that `stage` needs on this rank, about.
+
+    `has_main_weights`: the optimizer saves weights of its own beside the model's.
+    """
+    in_optimizer = (3 if has_main_weights else 2) * torch.float32.itemsize
+    return sum(
+        parameter.nbytes + parameter.numel() * in_optimizer + 4 * ALIGNMENT
+        for parameter in model.parameters()
+        if _is_written_here(parameter)
+    )
+
+
+def _is_written_here(parameter: torch.nn.Parameter) -> bool:
+    """The first of the ranks that hold the same saves it."""
+    if getattr(parameter, "allreduce", True):
+        return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0)
+    return bool(parallel_state.get_expert_data_parallel_rank() == 0)
 
 
 def restore(
@@ -138,28 +160,60 @@ def _load_model(model: Any, state: dict[str, Any]) -> None:
 class _Staging(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Megatron's own strategy, stopped where it would hand its plan to a writer process."""
 
-    def __init__(self, directory: Path, *, is_on_cpu: bool) -> None:
+    def __init__(self, directory: Path) -> None:
         super().__init__()
         self._directory = directory
-        self._is_on_cpu = is_on_cpu
         self.finalize_fns: list[Any] = []
         """Megatron appends to it; what it would do is in `StagedState.finish`."""
 
     def _get_save_and_finalize_callbacks(
         self, writer: Any, save_state_dict_ret: Any, _async_strategy: Any
     ) -> "_Staging":
-        self.staged = StagedState(
-            self._directory, writer, save_state_dict_ret[1], is_on_cpu=self._is_on_cpu
-        )
+        self.staged = StagedState(self._directory, writer, save_state_dict_ret[1])
         return self
 
 
-def _in_host_memory(bucket: Any, *, copy: bool) -> Any:
-    """Take what later steps would change; without `copy`, what is in host memory is ours alone."""
-    path, key, (objects, tensors) = bucket
-    for index, (item, tensor) in enumerate(tensors):
-        tensors[index] = (item, tensor.to("cpu", copy=copy))
-    return path, key, (objects, tensors)
+class _Writer(FileSystemWriterAsync):  # type: ignore[misc]
+    """Copies once what later steps would change.
+
+    Megatron's copies again on the host what was gathered there, and starts a manager process for
+    writers that are processes; ours is a thread.
+    """
+
+    def __init__(self, arena: Arena, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.arena = arena
+
+    def prepare_write_data(self, plan: Any, planner: Any) -> None:
+        """Set `write_buckets`: (path, name, (objects, tensors)) of each file of this rank."""
+        objects = [it for it in plan.items if it.type == WriteItemType.BYTE_IO]
+        tensors = [it for it in plan.items if it.type != WriteItemType.BYTE_IO]
+        if not plan.items:
+            self.write_buckets = []
+            return
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        content = (
+            [(item, planner.resolve_data(item)) for item in objects],
+            [(item, self._taken(planner.resolve_data(item))) for item in tensors],
+        )
+        self.write_buckets = [(str(Path(self.checkpoint_dir) / name), name, content)]
+
+    def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.arena.has(tensor) else self.arena.copy_of(tensor)
+
+
+@contextmanager
+def _writing_from(arena: Arena) -> Iterator[None]:
+    """Megatron, which has no place for a writer of its user's, makes ours."""
+    filesystem_async.FileSystemWriterAsync = partial(_Writer, arena)
+    try:
+        yield
+    finally:
+        filesystem_async.FileSystemWriterAsync = FileSystemWriterAsync
+
+
+def _ready_to_write(tensors: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    return ((item, with_own_storage(tensor)) for item, tensor in tensors)
 
 
 def _sharded_state(model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:

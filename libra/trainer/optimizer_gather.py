@@ -2,21 +2,28 @@
 
 Megatron 0.19.2 takes each rank's shard to the host, back to the device to gather it, and to the
 host again, whole, and fills every buffer with zeros before; with a billion parameters training
-stands still for a minute. Here a bounded piece is gathered on the device and copied once.
+stands still for a minute. Here a bounded piece is gathered on the device and copied once, to where
+it is written from.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from libra.trainer.parameter_tensors import ParameterTensors, host_tensor
+
 PIECE_ELEMENTS: Final = 32 << 20
 """Of each rank: 128 MiB of device memory, times the ranks on the one that writes."""
 
 
-def install(*, piece_elements: int = PIECE_ELEMENTS) -> None:
+def install(
+    *,
+    piece_elements: int = PIECE_ELEMENTS,
+    empty: Callable[[int], torch.Tensor] = host_tensor,
+) -> None:
     """Let Megatron gather like this when only the first data-parallel rank wants the state."""
     original = DistributedOptimizer.get_parameter_state_dp_zero
     if hasattr(original, "replaced"):
@@ -30,16 +37,22 @@ def install(*, piece_elements: int = PIECE_ELEMENTS) -> None:
     ) -> Any:
         if empty_data or return_on_all_ranks:
             return original(self, use_gloo_comm, empty_data, return_on_all_ranks)
-        return gather_state(self, piece_elements=piece_elements)
+        return gather_state(self, piece_elements=piece_elements, empty=empty)
 
     gathered.replaced = original  # type: ignore[attr-defined]
     DistributedOptimizer.get_parameter_state_dp_zero = gathered
 
 
-def gather_state(optimizer: Any, *, piece_elements: int) -> dict[Any, Any] | None:
+def gather_state(
+    optimizer: Any,
+    *,
+    piece_elements: int,
+    empty: Callable[[int], torch.Tensor] = host_tensor,
+) -> dict[Any, Any] | None:
     """What `get_parameter_state_dp_zero` returns; None but on the first data-parallel rank.
 
-    By buffer index and dtype: main parameters and each optimizer state, flat float32 on the host.
+    By buffer index and dtype: main parameters and each optimizer state, ParameterTensors in float32
+    where Megatron has flat tensors.
     """
     group = optimizer.data_parallel_group
     is_first = group.rank() == 0
@@ -49,9 +62,9 @@ def gather_state(optimizer: Any, *, piece_elements: int) -> dict[Any, Any] | Non
     ):
         ((dtype, bucket_ranges),) = ranges.items()
         keys = ("param", *optimizer.optimizer_state_keys)
+        parameters = [(begin, end) for begin, end, _ in buffer.param_index_map.values()]
         whole: dict[str, Any] = {
-            key: torch.empty(buffer.numel_unpadded, dtype=torch.float32) if is_first else None
-            for key in keys
+            key: ParameterTensors(parameters, empty) if is_first else None for key in keys
         }
         offset = 0
         for bucket, in_bucket in zip(buffer.buckets, bucket_ranges, strict=True):
@@ -59,14 +72,11 @@ def gather_state(optimizer: Any, *, piece_elements: int) -> dict[Any, Any] | Non
             for key in keys:
                 for start, pieces in _pieces(bucket, shards, key, group, piece_elements):
                     if whole[key] is not None:
-                        end = offset + bucket.numel_unpadded
-                        _place(
-                            whole[key],
-                            pieces,
-                            offset + start,
-                            end,
-                            stride=_shard_size(bucket, group),
-                        )
+                        for rank, piece in enumerate(pieces):
+                            begin = start + rank * _shard_size(bucket, group)
+                            # The rest is padding.
+                            kept = piece[: max(0, bucket.numel_unpadded - begin)]
+                            whole[key].write(offset + begin, kept)
             offset += bucket.numel_unpadded
         state[index] = {dtype: whole | {"numel_unpadded": buffer.numel_unpadded}}
     return state if is_first else None
@@ -111,14 +121,3 @@ def _pieces(
         pieces = [torch.empty_like(own) for _ in range(group.size())] if is_first else []
         dist.gather(own, pieces or None, dist.get_global_rank(group, 0), group)
         yield start, pieces
-
-
-def _place(
-    whole: torch.Tensor, pieces: list[torch.Tensor], begin: int, end: int, *, stride: int
-) -> None:
-    """Copy rank r's piece to `begin + r * stride`; what lies beyond `end` is padding."""
-    for rank, piece in enumerate(pieces):
-        first = begin + rank * stride
-        length = min(piece.numel(), end - first)
-        if length > 0:
-            whole[first : first + length].copy_(piece[:length])

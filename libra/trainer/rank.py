@@ -83,18 +83,9 @@ def run_rank(  # noqa: PLR0913 - what a rank is started with
         if probed.error:
             _await_end(link)
             return
-    ready = ModelReady(
-        rank=identity.at.rank,
-        step=trainer.learner.progress.step,
-        num_parameters=trainer.backend.num_parameters,
-        build_s=clock.monotonic() - began_at,
-    )
-    print(  # noqa: T201 - the rank's log is what it prints
-        f"ready at step {ready.step}: {ready.num_parameters} parameters, "
-        f"{ready.build_s:.1f} s to build",
-        flush=True,
-    )
-    link.send(ready)
+    link.send(_ready(trainer, identity, build_s=clock.monotonic() - began_at))
+    if not is_replica and will_save(config):
+        trainer.backend.prepare_to_stage()
     behind = BackgroundWork(on_error=link.interrupt)
     transfers = Transfers(trainer, abort_reason=link.abort_reason, host=identity.host)
     judging = (config, identity, link, transfers, spans)
@@ -106,6 +97,26 @@ def run_rank(  # noqa: PLR0913 - what a rank is started with
             link.send(event)
     transfers.close()
     behind.wait()
+
+
+def _ready(trainer: Trainer, identity: RankIdentity, *, build_s: float) -> ModelReady:
+    ready = ModelReady(
+        rank=identity.at.rank,
+        step=trainer.learner.progress.step,
+        num_parameters=trainer.backend.num_parameters,
+        build_s=build_s,
+    )
+    print(  # noqa: T201 - the rank's log is what it prints
+        f"ready at step {ready.step}: {ready.num_parameters} parameters, {build_s:.1f} s to build",
+        flush=True,
+    )
+    return ready
+
+
+def will_save(config: RunConfig) -> bool:
+    """Whether states are taken while the run goes on; at its end they may take their time."""
+    planner = config.global_resource_planner
+    return bool(config.control.save_interval) or planner.runtime_dynamic_reconfiguration_enabled
 
 
 def _built(

@@ -49,7 +49,7 @@ from elastic_job import (  # noqa: E402 - after the path is set
     Job,
     medians,
 )
-from main_job import make_model  # noqa: E402
+from main_job import gpus, make_model  # noqa: E402
 
 from libra.config.load import load_config  # noqa: E402
 from libra.simulate.drift import DriftingLengths, Phase  # noqa: E402
@@ -107,11 +107,12 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     quickstart = folder / "quickstart"
     subprocess.run([sys.executable, ROOT / "scripts/make_quickstart.py", quickstart], check=True)
     model = quickstart / "model"
+    first, second = gpus()
     if options.shape != "tiny":
+        os.environ["CUDA_VISIBLE_DEVICES"] = first
         model = make_model(folder / "model", model, options.shape)
     given = list(options.overrides)
     if options.device == "cuda":
-        first, second = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
         # By slot: the servers come first. Two of them have a part of the second device each.
         servers = [second] if options.last_server else [second, second]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join((*servers, first))

@@ -158,6 +158,8 @@ def measure(config, world, layout, steps, options) -> dict[str, object]:
     from libra.trainer.assembly import assemble
 
     trainer = assemble(config, world, beat=lambda *_: None, layout=layout)
+    if options.publish:
+        trainer.backend.prepare_to_stage()
     found = []
     wall_s = median_s(lambda number: found.append(trainer.learner.train(steps[number])))
     result = rates(trainer, lengths_of(steps[-1]), wall_s, world)

@@ -24,6 +24,7 @@ from libra.trainer.fsdp.model import (
 from libra.trainer.fsdp.optimizer import build_optimizer, step_if_finite
 from libra.trainer.fsdp.weights import export_plan, local, whole_tensors
 from libra.trainer.head import Head, Sampling, ScoreRequest, chunk_tokens
+from libra.trainer.host_memory import ALIGNMENT, HostMemory
 from libra.trainer.loss import LossSums
 from libra.trainer.world import World, are_finite, sum_over_world
 
@@ -116,6 +117,7 @@ class FsdpBackend:
         self.export_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         self._max_norm = config.training.clip_grad
         self._world = world
+        self._host_memory = HostMemory()
 
     @property
     def num_parameters(self) -> int:
@@ -166,9 +168,18 @@ class FsdpBackend:
             to_cpu=to_cpu,
         )
 
+    def prepare_to_stage(self) -> None:
+        # AdamW keeps two values for each weight, and a step.
+        self._host_memory.prepare(
+            sum(
+                3 * local(parameter.detach()).nbytes + 4 * ALIGNMENT
+                for parameter in self.model.parameters()
+            )
+        )
+
     def stage(self, directory: Path) -> checkpoint.StagedState:
         state = checkpoint.state_of(self.model, self.optimizer)
-        return checkpoint.StagedState(state, directory, self._world.files_group)
+        return checkpoint.StagedState(state, directory, self._world.files_group, self._host_memory)
 
     def restore(self, directory: Path) -> None:
         checkpoint.restore(checkpoint.state_of(self.model, self.optimizer), directory)

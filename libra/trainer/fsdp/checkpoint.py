@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from libra.errors import DataError
+from libra.trainer.host_memory import Arena, HostMemory
 
 OF_OPTIMIZER: Final = ("exp_avg", "exp_avg_sq", "step")
 
@@ -24,10 +25,17 @@ class StagedState:
     """Copies of one rank's shards, in host memory."""
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], directory: Path, files_group: Any
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        directory: Path,
+        files_group: Any,
+        host_memory: HostMemory,
     ) -> None:
         mesh = DeviceMesh.from_group(files_group, "cpu")
-        self._tensors = {name: _copied(tensor, mesh) for name, tensor in tensors.items()}
+        self._arena = host_memory.take()
+        self._tensors = {
+            name: _copied(tensor, mesh, self._arena) for name, tensor in tensors.items()
+        }
         self._directory = directory
         self._files_group = files_group
 
@@ -38,6 +46,9 @@ class StagedState:
             save(self._tensors, storage_writer=writer, process_group=self._files_group)
         except CheckpointException as error:
             raise OSError(str(error)) from error
+        finally:
+            self._tensors = {}
+            self._arena.give_back()
         return []
 
     def finish(self, results: list[list[Any]]) -> None:
@@ -65,10 +76,10 @@ def restore(tensors: dict[str, torch.Tensor], directory: Path) -> None:
         raise DataError(f"{directory}: {error}") from error
 
 
-def _copied(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def _copied(tensor: torch.Tensor, mesh: DeviceMesh, arena: Arena) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
-        return tensor.to("cpu", copy=True)
-    shard = tensor.to_local().to("cpu", copy=True)
+        return arena.copy_of(tensor)
+    shard = arena.copy_of(tensor.to_local())
     # Shards of uneven length do not tell the whole shape.
     return DTensor.from_local(
         shard, mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()

@@ -81,6 +81,8 @@ def go_on(config, world, directory, action) -> list[dict[str, float]]:
         command = SaveCheckpoint(
             step=SAVED_STEP, directory=str(checkpoint), rollout_state=b"cursor"
         )
+        trainer.backend.prepare_to_stage()
+        num_bytes = num_host_bytes(trainer)
         staged = stage_checkpoint(trainer, command)
         if config.megatron.megatron_use_distributed_optimizer:
             check_gathered_state(trainer.backend.optimizer)
@@ -94,7 +96,16 @@ def go_on(config, world, directory, action) -> list[dict[str, float]]:
         # Written when training is three steps further: those must not be in it.
         assert not checkpoint.exists()
         staged.write()
+        assert num_host_bytes(trainer) == num_bytes
     return metrics
+
+
+def num_host_bytes(trainer) -> int:
+    """That the next checkpoint finds ready."""
+    memory = trainer.backend._host_memory
+    arena = memory.take()
+    arena.give_back()
+    return arena.num_bytes
 
 
 def check_gathered_state(optimizer) -> None:
@@ -115,9 +126,12 @@ def check_gathered_state(optimizer) -> None:
             if index == "buckets_coalesced":
                 continue
             ((dtype, tensors),) = wanted[index].items()
-            assert tensors.keys() == got[index][dtype].keys()
-            for key, tensor in tensors.items():
-                assert torch.equal(torch.as_tensor(got[index][dtype][key]), torch.as_tensor(tensor))
+            found = got[index][dtype]
+            assert tensors.keys() == found.keys()
+            assert tensors.pop("numel_unpadded") == found["numel_unpadded"]
+            for begin, end, _ in one.buffers[index].param_index_map.values():
+                for key, tensor in tensors.items():
+                    assert torch.equal(found[key][begin:end], tensor[begin:end])
 
 
 def train(trainer, step) -> dict[str, float]:
