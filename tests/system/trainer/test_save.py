@@ -12,6 +12,7 @@ from libra.wire.rank import (
     CheckpointSaved,
     MiniBatch,
     ModelReady,
+    RankFailed,
     SaveBegun,
     SaveCheckpoint,
     StepTrained,
@@ -86,6 +87,32 @@ def test_a_checkpoint_that_falls_due_while_a_snapshot_is_written_holds_no_rank(t
         assert manifest.step == it.step
 
 
+def test_a_snapshot_that_finds_no_room_ends_no_rank_and_a_checkpoint_does(tmp_path: Path):
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    program = Program(
+        arguments=(str(SCRIPTS / "full_disk.py"),), environment={"FULL_AT": str(200 << 10)}
+    )
+    (tmp_path / "file").touch()
+    written, unmade = tmp_path / "hybrid" / "step_000001", tmp_path / "file" / "step_000001"
+    with FakeSupervisor(run_config(model), tmp_path / "gang", 2, program=program) as gang:
+        gang.accept_all()
+        for link in gang.links.values():
+            link.expect(ModelReady)
+        train(gang, 1)
+        for directory, why in ((written, "File too large"), (unmade, "Not a directory")):
+            save(gang, directory, step=1, is_snapshot=True)
+            news = gang.links[0].expect(CheckpointSaved)
+            assert (news.step, news.directory) == (1, str(directory))
+            assert "checkpoint of step 1" in news.error
+            assert why in news.error
+        assert list(written.parent.iterdir()) == []
+        train(gang, 2)
+        save(gang, tmp_path / "checkpoints" / "step_000002", step=2)
+        failed = gang.links[0].expect(RankFailed)
+    assert failed.exit_code == 5
+    assert "checkpoint of step 2" in failed.message
+
+
 def train(gang: FakeSupervisor, step: int) -> None:
     samples = make_samples(step, 4, 250)
     for rank, link in gang.links.items():
@@ -100,9 +127,8 @@ def train(gang: FakeSupervisor, step: int) -> None:
         assert link.expect(StepTrained).step == step
 
 
-def save(gang: FakeSupervisor, directory: Path, *, step: int) -> None:
+def save(gang: FakeSupervisor, directory: Path, *, step: int, is_snapshot: bool = False) -> None:
     """Returns when the ranks are free again."""
-    directory.parent.mkdir(exist_ok=True)
-    gang.send(SaveCheckpoint(step=step, directory=str(directory), rollout_state=b""))
+    gang.send(SaveCheckpoint(step, str(directory), b"", is_snapshot=is_snapshot))
     for link in gang.links.values():
         assert link.expect(SaveBegun).step == step
