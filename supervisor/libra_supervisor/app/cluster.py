@@ -13,6 +13,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from itertools import groupby
 from random import Random
 from typing import Final, Protocol, TypeAlias, assert_never
@@ -240,12 +241,13 @@ class Cluster:
         Who is not there, and knows this leader, reads it from the run directory.
         Who was replaced says nothing: its followers are the other leader's.
         """
-        if self._is_replaced or await self._has_successor():
+        if self._is_replaced:
             return
         self._leave = Leave(exit_code, reason)
         for node in self.nodes:
             self._say_leave(node)
-        await self._write_end(RunEnd(exit_code, reason))
+        with anyio.move_on_after(_DISMISS_S):  # the disk may hang
+            await self._write_end(RunEnd(exit_code, reason))
         with anyio.move_on_after(_DISMISS_S):
             while any(it.session_id and it.session.num_kept for it in self._end.records):
                 await clock.sleep(_POLL_S)
@@ -326,9 +328,11 @@ class Cluster:
                 self._end.tell(node, self._leave)
 
     async def _write_end(self, end: RunEnd) -> None:
-        root = self._directory.root
+        if await self._has_successor():
+            return
+        write = partial(end_term, self._directory.root, self._term, self._leader, end)
         try:
-            await anyio.to_thread.run_sync(end_term, root, self._term, self._leader, end)
+            await anyio.to_thread.run_sync(write, abandon_on_cancel=True)
         except SiteError as error:
             _log.warning("end_not_written", why=str(error))
 
@@ -392,7 +396,9 @@ class Cluster:
 
     async def _has_successor(self) -> bool:
         try:
-            found = await anyio.to_thread.run_sync(read_term, self._directory.root)
+            found = await anyio.to_thread.run_sync(
+                read_term, self._directory.root, abandon_on_cancel=True
+            )
         except LibraError as error:
             _log.warning("term_not_read", why=str(error))
             return False

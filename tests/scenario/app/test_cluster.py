@@ -3,6 +3,7 @@
 import os
 from contextlib import asynccontextmanager
 from math import inf
+from threading import Event
 
 import anyio
 import msgspec
@@ -144,3 +145,15 @@ async def test_a_leader_that_was_replaced_ends_nobody_s_run(tmp_path):
     take_term(tmp_path, "another")
     await bed.cluster.dismiss(5, "taken over")
     assert read_term(tmp_path) == TermRecord(2, "another")
+
+
+async def test_a_disk_that_hangs_holds_up_no_dismissal(tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster_module, "_DISMISS_S", 0.2)
+    bed, hangs = Bed(tmp_path), Event()
+    monkeypatch.setattr(cluster_module, "end_term", lambda *_: hangs.wait(60))
+    async with bed.cluster.running(), bed.member(1) as member:
+        with anyio.fail_after(20):
+            await bed.cluster.dismiss(0, "all steps are trained")
+        assert await said(member) == (1, KeepOnly(()))
+        assert await said(member) == (2, Leave(0, "all steps are trained"))
+    hangs.set()
