@@ -1,14 +1,18 @@
 """What the leader tells the other nodes of groups and servers, and when it gives up on one."""
 
+import itertools
 from pathlib import Path
 
 import anyio
 import msgspec
 import pytest
+import trio.testing
 
+from libra import clock
 from libra.errors import PeerError
 from libra.rollouts.trajectory import SampleFailed
 from libra.wire import node_rollouts as wire
+from libra.wire.api import NodeStatus
 from libra_supervisor.app.cluster_routing import ClusterRouting
 from libra_supervisor.app.spread_rollouts import SpreadRollouts
 from libra_supervisor.events import SampleFinished, SampleGaveUp, SampleStarted
@@ -17,6 +21,13 @@ from pickled import PICKLED, was_unpickled
 from trajectories import admitted, trajectory
 
 HERE, THERE = admitted(0, n_samples=16), admitted(1, n_samples=2)
+
+
+NODE = NodeStatus(node=1, host="h", state="member", since_s=1.0, detail="")
+
+
+def on_virtual_time():
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
 
 
 class Told:
@@ -289,3 +300,56 @@ class NoRouting:
 
     def places_of(self, group_ids):
         return {f"{group_ids[0]}/s0": "vllm-0"}
+
+
+MAKES_NONE = wire.CannotMake("its disk is full")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", [on_virtual_time()], ids=["trio"])
+@pytest.mark.parametrize(
+    ("word", "reads_anew"), [(MAKES_NONE, False), (wire.CanMake(("other data",)), True)]
+)
+async def test_a_node_that_could_not_make_any_is_asked_again_later_and_later(word, reads_anew):
+    leader = Leader()
+    (told,) = leader.others.values()
+    asked_at = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(leader.rollouts.run)
+        began_at = clock.now()
+        for number in range(1, 9):
+            while told.kinds().count(wire.TakePart) < number:
+                await clock.sleep(0.5)
+            asked_at.append(clock.now() - began_at)
+            assert leader.rollouts.status((NODE,))[0].detail == ""
+            leader.rollouts.on_word(1, word)
+            assert "makes no trajectories: " in leader.rollouts.status((NODE,))[0].detail
+        tasks.cancel_scope.cancel()
+    pauses = [round(b - a) for a, b in itertools.pairwise(asked_at)]
+    assert pauses == [10, 20, 40, 80, 160, 320, 600]
+    orders = [it for it in told.said if isinstance(it, wire.TakePart)]
+    assert [it.reads_anew for it in orders] == [False] + [reads_anew] * 7
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", [on_virtual_time()], ids=["trio"])
+async def test_a_node_that_has_made_one_is_asked_soon_when_it_fails_later():
+    leader = Leader()
+    (told,) = leader.others.values()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(leader.rollouts.run)
+        for _ in range(3):
+            leader.rollouts.on_word(1, MAKES_NONE)
+            await clock.sleep(100.0)
+        leader.able(1)
+        for group in (HERE, THERE):
+            leader.rollouts.start(group)
+        job = told.said[-1].job
+        leader.rollouts.on_word(1, wire.SampleBegun(job, 0))
+        data = msgspec.msgpack.encode(trajectory(THERE, 0))
+        leader.rollouts.on_word(1, wire.TrajectoryPiece(job=job, sample=0, data=data, is_last=True))
+        leader.rollouts.on_word(1, MAKES_NONE)
+        before = told.kinds().count(wire.TakePart)
+        await clock.sleep(11.0)
+        assert told.kinds().count(wire.TakePart) == before + 1
+        tasks.cancel_scope.cancel()
