@@ -108,6 +108,7 @@ async def test_a_node_joins_and_is_told_things_past_any_proxy(host, monkeypatch)
     assert hands.obeyed == [DropRank(0)]
 
 
+@pytest.mark.case("R-B102")
 @pytest.mark.parametrize("given", ["", "another token", "ä", TOKEN[:-1]])
 async def test_another_token_is_refused_before_anything_is_read(given):
     served = []

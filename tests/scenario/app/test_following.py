@@ -149,6 +149,7 @@ async def soon_stopped():
     stop()
 
 
+@pytest.mark.case("R-B77")
 @pytest.mark.parametrize("has_run", [False, True])
 async def test_while_it_waits_for_its_leader_systemd_is_asked_for_more_time(
     tmp_path, free_ports, has_run
