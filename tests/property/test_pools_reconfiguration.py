@@ -2,12 +2,13 @@
 
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from change_world import World, begun, driven, settled
 from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
-from libra.planner.matching import matched
+from libra.planner.matching import matched, slots_of
 from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, TrainPlacement
 from libra.pools.change_order import Rules, Stuck, transitions
 from libra.pools.ground import Stage, is_lent
@@ -144,6 +145,18 @@ def test_whatever_fails_and_whenever_a_change_ends_and_what_it_says_is_in_force_
         transitions(settled(old, asleep), wanted, rules), Stuck
     ):
         assert result.outcome == "done"
+
+
+@pytest.mark.case("R-B48")
+@given(change=changes(), seed=st.integers(0, 2**32), at=st.integers(0, 12))
+@settings(max_examples=300, deadline=None)
+def test_whenever_a_replica_does_not_end_nobody_gets_what_it_holds(change, seed, at):
+    old, wanted, rules, asleep = change
+    world = World(old, rules, Random(seed), asleep=asleep)
+    machine = driven(world, begun(old, wanted, rules, asleep), {at: "stuck replica"})
+    used = {slot for _, slot in slots_of(machine.result.plan)}
+    assert not used & world.lost_slots
+    assert {slot for _, slot in machine.ground.lost} == world.lost_slots
 
 
 @given(change=changes(), seed=st.integers(0, 2**32), prefix=st.integers(0, 30))
