@@ -192,6 +192,7 @@ async def test_a_group_begins_anew_while_the_last_words_of_before_are_still_on_t
         server = made.servers["vllm-0"]
         await start_there(made)
         await until(lambda: len(server.completion_bodies) == 4 and server.num_running == 0)
+        await until(lambda: len(made.of(SampleStarted)) == 4)
         await until(lambda: made.in_flight("vllm-0") == 0)
         made.rollouts.cancel(THERE.group_id)
         made.posted.clear()
