@@ -236,6 +236,18 @@ class HybridPool:
             if it.state is HybridState.JOINING and it.snapshot == step
         )
 
+    def on_not_saved(self, step: int, reason: str) -> Commands:
+        """The snapshot of `step` could not be written: whoever waits for it is given up."""
+        if self._saving != step:
+            return ()
+        self._saving = None
+        waiting = [
+            it.replica_id
+            for it in self._hybrids.values()
+            if it.state is HybridState.JOINING and it.snapshot == step
+        ]
+        return tuple(one for replica_id in waiting for one in self.on_lost(replica_id, reason))
+
     def on_joined(self, replica_id: ReplicaId, step: int, *, now: float) -> Commands:
         """It holds the snapshot of `step` and every lane let it in."""
         hybrid = self._hybrids[replica_id]

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -39,13 +40,19 @@ def main() -> None:
             _send(connection, WorkerUnusable(order.incarnation, str(error)))
             sys.exit(error.exit_code)
         _send(connection, WorkerReady(order.incarnation))
-        own_pid = os.getpid()
-        for frame in _frames(connection):
-            outcome = score(function, case_of(frame))
-            if os.getpid() != own_pid:
-                # The reward forked and came back twice: a second answer would be the next case's.
-                os._exit(0)
-            _send(connection, outcome)
+        # A supervisor that was killed has left words unread.
+        with suppress(ConnectionResetError, BrokenPipeError):
+            _answer(connection, function)
+
+
+def _answer(connection: socket.socket, function: RewardFunction) -> None:
+    own_pid = os.getpid()
+    for frame in _frames(connection):
+        outcome = score(function, case_of(frame))
+        if os.getpid() != own_pid:
+            # The reward forked and came back twice: a second answer would be the next case's.
+            os._exit(0)
+        _send(connection, outcome)
 
 
 def score(function: RewardFunction, case: RewardCase) -> Scored | RewardFailed:

@@ -44,17 +44,22 @@ def atomic_write(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     fsync_directory(path.parent)
 
 
-def partial_sibling(path: Path) -> Path:
-    """Where the content of `path` grows before it is renamed; hidden, on the same file system."""
-    return path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+def partial_sibling(path: Path, writer: str = "") -> Path:
+    """Where the content of `path` grows before it is renamed; hidden, on the same file system.
+
+    Writers with different names have different ones.
+    """
+    mark = f".{writer}" if writer else ""
+    return path.with_name(f".{path.name}{mark}{PARTIAL_SUFFIX}")
 
 
-def publish_directory(partial: Path, final: Path) -> None:
+def publish_directory(partial: Path, final: Path, *, is_durable: bool = True) -> None:
     """Make `partial` durable with all its files, then give it its final name.
 
-    Raises FileExistsError when `final` is there already: a published directory never changes.
+    Without `is_durable` it may be lost with the machine. Raises FileExistsError when `final` is
+    there already: a published directory never changes.
     """
-    for parent, _, names in os.walk(partial):
+    for parent, _, names in os.walk(partial) if is_durable else ():
         for name in names:
             fsync_file(Path(parent, name))
         fsync_directory(Path(parent))
@@ -62,7 +67,8 @@ def publish_directory(partial: Path, final: Path) -> None:
     if final.exists():
         raise FileExistsError(f"{final} exists already")
     partial.rename(final)
-    fsync_directory(final.parent)
+    if is_durable:
+        fsync_directory(final.parent)
 
 
 def discard_directory(path: Path) -> Path | None:

@@ -16,9 +16,11 @@ from libra.config.load import current_environ, load_resolved
 from libra.config.run import RunConfig
 from libra.errors import LibraError
 from libra.ids import RunId
+from libra.storage.lease_file import LEASE_VARIABLE
 from libra.tracing.span import SpanWriter, trace_path
 from libra.trainer.identity import LOOPBACK, RankIdentity, hello
 from libra.trainer.layout import coordinates, parallel_sizes
+from libra.trainer.lease_watch import watch_lease
 from libra.trainer.link import Link
 from libra.trainer.rank_lines import mark_output
 from libra.wire.rank import RankFailed
@@ -39,6 +41,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     rank = int(environment["RANK"])
     link = None
     try:
+        if lease := environment.get(LEASE_VARIABLE):
+            watch_lease(Path(lease))
         config = load_resolved(options.config)
         link = Link(Path(environment["LIBRA_CONTROL"]))
         _run(config, options, environment, link)
@@ -65,6 +69,7 @@ def _run(
         sizes=sizes,
         at=at,
         gang=environment["LIBRA_GANG"],
+        writer=environment["LIBRA_ATTEMPT_ID"],
         host=environment.get("LIBRA_RANK_0_HOST", LOOPBACK),
     )
     link.send_output(hello(identity, world_size=world_size))
@@ -96,6 +101,7 @@ def _run(
         identity,
         link,
         spans,
+        checkpoints=options.run_dir / "checkpoints",
         restore=options.restore,
         is_replica=is_replica,
         # What is restored was trained with this layout before, unless the layout was forced.

@@ -40,8 +40,11 @@ class Scorer(Protocol):
 class StagedState(Protocol):
     """One rank's part of a checkpoint, in host memory. Its methods may run in any thread."""
 
-    def write(self) -> list[Any]:
-        """Write this rank's files; returns what `finish` wants of every rank. Raises OSError."""
+    def write(self, *, is_durable: bool) -> list[Any]:
+        """Write this rank's files; returns what `finish` wants of every rank. Raises OSError.
+
+        `is_durable`: they outlast a power cut.
+        """
 
     def finish(self, results: list[list[Any]]) -> None:
         """On rank 0, when every rank has written: what only the whole can say. Raises OSError."""

@@ -25,9 +25,10 @@ from libra.storage.checkpoints import (
 )
 from libra.storage.digest import file_entry
 from libra.storage.manifests import NotVisibleYetError
+from libra.storage.writer_claim import check_claim
 from libra.trainer.assembly import Trainer
 from libra.trainer.backend import StagedState
-from libra.trainer.world import World, barrier
+from libra.trainer.world import World, barrier, sum_over_world
 from libra.wire.rank import CheckpointSaved, SaveCheckpoint
 
 
@@ -38,11 +39,15 @@ class StagedCheckpoint:
         self,
         command: SaveCheckpoint,
         world: World,
-        state: StagedState,
+        state: StagedState | OSError,
         manifest: CheckpointManifest,
         *,
+        writer: str,
         began_at: float,
     ) -> None:
+        """`state`: or why there is nowhere to write it to."""
+        self._partial = partial_sibling(Path(command.directory), writer)
+        self._writer = writer
         self._command = command
         self._world = world
         self._state = state
@@ -53,28 +58,40 @@ class StagedCheckpoint:
         """Write and publish; every rank takes part, in any thread. Returns the news on rank 0.
 
         The directory appears with all its files durable, or not at all. Raises SiteError, on rank 0
-        and where it happened, when that is not possible.
+        and where it happened, when that is not possible; of a snapshot the news says it.
         """
-        failure: OSError | None = None
-        results: list[Any] = []
+        error = ""
         try:
-            results = self._state.write()
-        except OSError as error:
-            failure = error
-        everything = self._gathered((results, None if failure is None else str(failure)))
-        try:
-            if failure is not None:
-                raise failure
-            if everything is None:
-                return None
-            self._complete(everything)
-        except (OSError, NotVisibleYetError) as error:
-            raise SiteError(f"checkpoint of step {self._command.step}: {error}") from error
+            self._write()
+        except (OSError, NotVisibleYetError) as failure:
+            error = f"checkpoint of step {self._command.step}: {failure}"
+            if not self._command.is_snapshot:
+                raise SiteError(error) from failure
+        if self._world.at.rank:
+            return None
+        if error:
+            shutil.rmtree(self._partial, ignore_errors=True)
         return CheckpointSaved(
             step=self._command.step,
             directory=self._command.directory,
             save_s=clock.monotonic() - self._began_at,
+            error=error,
         )
+
+    def _write(self) -> None:
+        if isinstance(self._state, OSError):
+            raise self._state
+        failure: OSError | None = None
+        results: list[Any] = []
+        try:
+            results = self._state.write(is_durable=not self._command.is_snapshot)
+        except OSError as error:
+            failure = error
+        everything = self._gathered((results, None if failure is None else str(failure)))
+        if failure is not None:
+            raise failure
+        if everything is not None:
+            self._complete(self._state, everything)
 
     def _gathered(self, own: Any) -> list[Any] | None:
         """What every rank has to say, on rank 0."""
@@ -83,26 +100,29 @@ class StagedCheckpoint:
         dist.gather_object(own, everything, dst=0, group=world.files_group)
         return everything
 
-    def _complete(self, everything: list[Any]) -> None:
+    def _complete(self, state: StagedState, everything: list[Any]) -> None:
         failures = [
             f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(everything) if failure
         ]
         if failures:
             raise OSError("; ".join(failures))
-        final = Path(self._command.directory)
-        partial = partial_sibling(final)
-        self._state.finish([results for results, _ in everything])
+        final, partial = Path(self._command.directory), self._partial
+        state.finish([results for results, _ in everything])
         (partial / ROLLOUT_STATE_NAME).write_bytes(self._command.rollout_state)
         files = tuple(file_entry(path) for path in sorted(partial.iterdir()))
         manifest = msgspec.structs.replace(self._manifest, files=files)
         write_checkpoint_manifest(partial, manifest)
-        publish_directory(partial, final)
+        check_claim(final.parent, self._writer)
+        publish_directory(partial, final, is_durable=not self._command.is_snapshot)
 
 
-def stage_checkpoint(trainer: Trainer, command: SaveCheckpoint) -> StagedCheckpoint:
+def stage_checkpoint(
+    trainer: Trainer, command: SaveCheckpoint, *, writer: str = ""
+) -> StagedCheckpoint:
     """Take the state of `command.step` into host memory; every rank takes part.
 
-    Raises SiteError when the directory exists already or cannot be made.
+    `writer` names the attempt. Raises SiteError when the directory exists already or cannot be
+    made, or a later attempt has claimed its parent; of a snapshot, `write` says so.
     """
     if command.step != trainer.learner.progress.step:
         raise InvariantError(
@@ -110,18 +130,32 @@ def stage_checkpoint(trainer: Trainer, command: SaveCheckpoint) -> StagedCheckpo
         )
     began_at = clock.monotonic()
     final = Path(command.directory)
-    partial = partial_sibling(final)
+    partial = partial_sibling(final, writer)
+    failure: OSError | None = None
     try:
         if trainer.world.at.rank == 0:
+            check_claim(final.parent, writer)
             _make_room(partial, final)
     except OSError as error:
-        raise SiteError(f"checkpoint of step {command.step}: {error}") from error
-    barrier(trainer.world)
-    # Rank 0 has made it, perhaps on another host.
-    until_visible(lambda: check_written(partial, {}))
-    state = trainer.backend.stage(partial)
+        if not command.is_snapshot:
+            raise SiteError(f"checkpoint of step {command.step}: {error}") from error
+        failure = error
+    # Every rank waits here for rank 0, which has made it, perhaps on another host.
+    state: StagedState | OSError
+    if any(sum_over_world(trainer.world, [float(failure is not None)])):
+        state = failure or OSError("rank 0 could not make the directory")
+    else:
+        until_visible(lambda: check_written(partial, {}))
+        state = trainer.backend.stage(partial)
     trainer.learner.beat("checkpoint")
-    return StagedCheckpoint(command, trainer.world, state, _manifest(trainer), began_at=began_at)
+    return StagedCheckpoint(
+        command,
+        trainer.world,
+        state,
+        _manifest(trainer),
+        writer=writer,
+        began_at=began_at,
+    )
 
 
 def restore_checkpoint(trainer: Trainer, directory: Path) -> None:

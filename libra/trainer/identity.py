@@ -23,6 +23,9 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     gang: str
     """The child of the supervisor that it belongs to."""
 
+    writer: str = ""
+    """Names this attempt among all that the run has ever had."""
+
     host: str = LOOPBACK
     """Where servers reach rank 0, which sends them weights."""
 

@@ -49,17 +49,17 @@ class StagedState:
         self._writer = writer
         self._metadata = metadata
 
-    def write(self) -> list[Any]:
+    def write(self, *, is_durable: bool) -> list[Any]:
         """Write this rank's files; returns what `finish` wants of every rank. Raises OSError."""
         results: list[Any] = []
         try:
             for path, key, (objects, tensors) in self._writer.write_buckets:
                 bucket = path, key, (objects, _ready_to_write(tensors))
                 _, written = FileSystemWriterAsync.write_preloaded_data(
-                    [self._writer.transforms], 0, bucket, None, None, use_fsync=True
+                    [self._writer.transforms], 0, bucket, None, None, use_fsync=is_durable
                 )
                 if isinstance(written, Exception):
-                    raise written
+                    raise _as_os_error(written, path) from written
                 results += written
         finally:
             self._writer.write_buckets = []
@@ -75,6 +75,14 @@ class StagedState:
         self._writer.finish(self._metadata, results)
         strategy = TorchDistSaveShardedStrategy()
         save_config(CheckpointingConfig(strategy.backend, strategy.version), str(self._directory))
+
+
+def _as_os_error(error: Exception, path: str) -> OSError:
+    """What the disk said: torch ends its file first, in vain, and says only where that was."""
+    said: BaseException | None = error
+    while said is not None and not isinstance(said, OSError):
+        said = said.__cause__ or said.__context__
+    return OSError(f"cannot write {path}: {said or error}")
 
 
 def _ends(results: list[list[Any]]) -> dict[str, int]:

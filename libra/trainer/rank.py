@@ -6,7 +6,8 @@ from typing import TypeAlias, assert_never
 
 from libra import clock
 from libra.config.run import RunConfig
-from libra.errors import InvariantError
+from libra.errors import InvariantError, SiteError
+from libra.storage.writer_claim import claim
 from libra.tracing.span import Phase, SpanWriter
 from libra.trainer.assembly import Trainer, assemble
 from libra.trainer.background import BackgroundWork
@@ -57,15 +58,19 @@ def run_rank(  # noqa: PLR0913 - what a rank is started with
     link: Link,
     spans: SpanWriter,
     *,
+    checkpoints: Path,
     restore: Path | None,
     is_replica: bool = False,
     probes: bool = False,
 ) -> None:
-    """Build the trainer and serve commands until Shutdown; `probes`: after a recompute probe."""
+    """Build the trainer and serve commands until Shutdown; `probes`: after a recompute probe.
+
+    `checkpoints` is where this attempt alone writes from now on. Raises SiteError when it cannot.
+    """
     pulse = Pulse(link, identity.at.rank)
     began_at = clock.monotonic()
     with spans.span(Phase.BUILD_MODEL):
-        trainer = _built(config, identity, pulse, is_replica=is_replica)
+        trainer = _built(config, identity, pulse, checkpoints, is_replica=is_replica)
     if restore is not None:
         pulse.beat(0, "restore")
         with spans.span(Phase.RESTORE, directory=str(restore)):
@@ -87,7 +92,7 @@ def run_rank(  # noqa: PLR0913 - what a rank is started with
     Thread(target=_judge_acks, args=judging, daemon=True).start()
     while not isinstance(command := _next(link, spans), Shutdown):
         if isinstance(command, SaveCheckpoint):
-            _begin_save(trainer, command, link, spans, behind)
+            _begin_save(trainer, command, link, spans, behind, writer=identity.writer)
         elif (event := _answer(trainer, transfers, command, spans)) is not None:
             link.send(event)
     transfers.close()
@@ -115,7 +120,12 @@ def will_save(config: RunConfig) -> bool:
 
 
 def _built(
-    config: RunConfig, identity: RankIdentity, pulse: "Pulse", *, is_replica: bool
+    config: RunConfig,
+    identity: RankIdentity,
+    pulse: "Pulse",
+    checkpoints: Path,
+    *,
+    is_replica: bool,
 ) -> Trainer:
     pulse.beat(0, "join")
     device = choose_device(config.control.device, local_rank=identity.at.local_rank)
@@ -126,7 +136,17 @@ def _built(
         timeout_s=config.supervision.rank_heartbeat_timeout_s,
         has_megatron=config.training.train_backend == "megatron_core",
     )
+    if identity.at.rank == 0 and not is_replica:
+        # All have come together: no attempt that is left over gets here.
+        _claim(checkpoints, identity.writer)
     return assemble(config, world, beat=pulse.beat, is_replica=is_replica)
+
+
+def _claim(checkpoints: Path, writer: str) -> None:
+    try:
+        claim(checkpoints, writer)
+    except OSError as error:
+        raise SiteError(f"{checkpoints} cannot be written: {error}") from error
 
 
 def _await_end(link: Link) -> None:
@@ -163,12 +183,14 @@ def _begin_save(
     link: Link,
     spans: SpanWriter,
     behind: BackgroundWork,
+    *,
+    writer: str,
 ) -> None:
     """Take the state, say so, and leave the writing to a thread, which says when it is done."""
     # Before the state is taken: one that is written and one that waits are in memory at most.
     behind.make_room()
     with spans.span(Phase.SAVE_CHECKPOINT, step=command.step):
-        staged = stage_checkpoint(trainer, command)
+        staged = stage_checkpoint(trainer, command, writer=writer)
     link.send(SaveBegun(rank=trainer.world.at.rank, step=command.step))
 
     def write() -> None:

@@ -35,6 +35,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     config_digest: str
     """Of the configuration this node was started with."""
 
+    option_digests: dict[str, str] = {}
+    """The same by option, for whoever wonders in what two of them differ."""
+
     run_id: str
     """Empty until the leader has told it."""
 
@@ -353,6 +356,19 @@ class StopAsked(msgspec.Struct, frozen=True, tag=True):
     in_hurry: bool
 
 
+class Unfit(msgspec.Struct, frozen=True, tag=True):
+    """What the node lacks for its part of the plan: it leaves."""
+
+    reason: str
+
+
 NodeEvent: TypeAlias = (
-    NodeReply | ProcessEnded | RankLinked | FromRank | RankUnlinked | StopAsked | RolloutWord
+    NodeReply
+    | ProcessEnded
+    | RankLinked
+    | FromRank
+    | RankUnlinked
+    | StopAsked
+    | Unfit
+    | RolloutWord
 )

@@ -68,6 +68,9 @@ class TakePart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     servers: Servers
     """All of them."""
 
+    reads_anew: bool = False
+    """The data that the node has read are not the leader's: it looks again."""
+
 
 class MakeSamples(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Make these samples of a group, each to its end."""

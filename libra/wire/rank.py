@@ -123,6 +123,10 @@ class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
     rollout_state: bytes
     """Opaque to the trainer; stored as `rollout_state.msgpack` beside the shards."""
 
+    is_snapshot: bool = False
+    """For replicas that are up already: it need not outlast the machine, and the ranks go on when
+    it cannot be written."""
+
 
 class TakeDevice(msgspec.Struct, frozen=True, tag=True):
     """The device is free: a rank that has said RankWarm goes on."""
@@ -319,6 +323,9 @@ class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
     directory: str
     save_s: float
     """From the command to the directory's final name."""
+
+    error: str = ""
+    """Why there is none, of a snapshot; any other checkpoint that fails ends the rank."""
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):

@@ -202,12 +202,16 @@ def holder_of(directory: RunDirectory) -> str | None:
 
     Only looks: to try the lock would turn away a supervisor that starts at that moment.
     """
-    path = directory.root / LOCK_NAME
+    holder, path = last_holder(directory), directory.root / LOCK_NAME
+    return None if holder is None or not _has_open(holder.pid, path) else in_words(holder)
+
+
+def last_holder(directory: RunDirectory) -> Holder | None:
+    """Who held the directory last, and may hold it yet; None when nobody did."""
     try:
-        holder = msgspec.json.decode(path.read_bytes(), type=Holder)
+        return msgspec.json.decode((directory.root / LOCK_NAME).read_bytes(), type=Holder)
     except (OSError, msgspec.DecodeError):
         return None
-    return in_words(holder) if _has_open(holder.pid, path) else None
 
 
 def _make(root: Path) -> bool:

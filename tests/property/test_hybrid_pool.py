@@ -128,6 +128,17 @@ class Pools(RuleBasedStateMachine):
         self.saved.add(step)
         self.obey(self.pool.on_saved(step))
 
+    @precondition(lambda self: self.saving is not None)
+    @rule()
+    def find_no_room(self):
+        """Whoever waits for that snapshot is given up, and nobody else."""
+        step, self.saving = self.saving, None
+        waiting = {r for r in self.living(HybridState.JOINING) if self.pool[r].snapshot == step}
+        others = set(self.living(*ON_THE_WAY, HybridState.MEMBER)) - waiting
+        self.obey(self.pool.on_not_saved(step, "no room"))
+        assert all(self.replicas[replica_id].is_told_to_stop for replica_id in waiting)
+        assert set(self.living(*ON_THE_WAY, HybridState.MEMBER)) == others
+
     @precondition(lambda self: self.training is None)
     @rule(num=st.integers(0, 2))
     def begin_step(self, num):

@@ -112,6 +112,8 @@ def test_a_core_without_a_slot_of_its_own_takes_those_of_the_last_servers():
     assert isinstance(found, Plan)
     assert [it.instance_id for it in found.instances] == ["vllm-0", "vllm-1", "vllm-2"]
     assert (found.train.node, found.train.slots, found.train.dp) == (1, (1,), 1)
+    # As many as have to be left may be.
+    assert plan_without(home, nodes(2), terms_of(home, min_rollout_gpus=3)) == found
     none = plan_without(home, nodes(2), terms_of(home, min_rollout_gpus=4))
     assert none == Lack("no layout of the trainer fits on 0 GPUs")
 
@@ -229,7 +231,9 @@ def test_servers_of_others_stay_whatever_is_lost_and_have_no_slots_to_give():
         home, train=msgspec.structs.replace(home.train, tp=2, dp=1, slots=(SlotId(0), SlotId(1)),
                                             node=NodeRank(1), nodes=())
     )  # fmt: skip
-    assert isinstance(plan_without(alone, nodes(1), terms_of(alone)), Lack)
+    for least in (0, 1):
+        terms = terms_of(alone, min_rollout_gpus=least)
+        assert isinstance(plan_without(alone, nodes(1), terms), Lack)
 
 
 def test_a_core_that_lost_a_node_takes_the_slots_of_its_replicas_before_a_server_s():

@@ -385,7 +385,7 @@ async def test_a_batch_is_sent_after_the_snapshot_that_was_asked_for_before_it(t
         executor.execute(commands.TakeSnapshot(1, 2, str(snapshot)))
         executor.execute(commands.SendBatch(1, 3, (complete(admitted()),)))
     saving, training = ranks.told
-    assert saving == SaveCheckpoint(step=2, directory=str(snapshot), rollout_state=b"")
+    assert saving == SaveCheckpoint(2, str(snapshot), b"", is_snapshot=True)
     assert training == ("train", 3)
     assert not snapshot.exists()
 
@@ -393,7 +393,10 @@ async def test_a_batch_is_sent_after_the_snapshot_that_was_asked_for_before_it(t
 async def test_a_snapshot_that_nobody_wants_is_deleted(tmp_path):
     directory = RunDirectory(tmp_path)
     snapshot = directory.hybrid / "step_000002"
-    snapshot.mkdir(parents=True)
+    unfinished = directory.hybrid / ".step_000002.trainer-1.partial"
+    other = directory.hybrid / ".step_000003.trainer-2.partial"
+    for it in (snapshot, unfinished, other):
+        it.mkdir(parents=True)
     async with anyio.create_task_group() as tasks:
         executor_in(directory, tasks).execute(commands.DropSnapshot(str(snapshot)))
-    assert not snapshot.exists()
+    assert list(directory.hybrid.iterdir()) == [other]

@@ -7,6 +7,7 @@ import pytest
 
 from libra.ids import InstanceId, NodeRank, SlotId
 from libra.planner.plan import TrainPlacement
+from libra.wire.rank import RecomputeProbed
 from libra_supervisor import events
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.cycle import Phase
@@ -16,6 +17,7 @@ from node_world import (
     PATIENCE_S,
     TIMEOUT_S,
     NodeWorld,
+    instance,
     lost,
     started,
 )
@@ -184,6 +186,90 @@ def test_servers_that_were_given_up_do_not_count_among_those_that_are_left():
     assert "1 rollout GPUs are left, min_rollout_gpus is 2" in world.ended.reason
 
 
+def test_servers_that_sleep_do_not_count_among_those_that_are_left():
+    world, _ = started(min_rollout_gpus=2)
+    assert world.control.pool.on_asleep(InstanceId("vllm-1"), now=world.now)
+    world.lose(ONE)
+    world.pass_time(PATIENCE_S)
+    assert world.ended.exit_code == 4
+    assert "1 rollout GPUs are left, min_rollout_gpus is 2" in world.ended.reason
+
+
+def test_the_loss_of_a_node_while_the_last_checkpoint_is_written_changes_nothing():
+    world, rng = started(home=msgspec.structs.replace(HOME, train=ON_TWO), total_steps=14)
+    world.is_disk_stuck = True
+    while world.step(rng):
+        pass
+    world.post(events.StopRequested("an operator", now=False))
+    world.lose(ONE)
+    world.pass_time(PATIENCE_S)
+    assert world.ended is None, "it is being saved"
+    assert world.control.plans.change is None
+    world.is_disk_stuck = False
+    world.run(rng)
+    assert world.ended.exit_code == 0
+    assert not world.records
+
+
+def test_nor_does_the_return_of_one():
+    world, rng = started(total_steps=14)
+    lost(world, rng, TWO)
+    world.is_disk_stuck = True
+    while world.step(rng):
+        pass
+    world.post(events.StopRequested("an operator", now=False))
+    world.join(TWO)
+    world.pass_time(PATIENCE_S)
+    assert world.ended is None, "it is being saved"
+    assert world.control.plans.change is None
+    world.is_disk_stuck = False
+    world.run(rng)
+    assert world.ended.exit_code == 0
+    assert len(world.records) == 1
+
+
+def test_ranks_that_came_up_on_a_node_which_is_lost_again_are_done_without_once_more():
+    world, rng = started(total_steps=14)
+    lost(world, rng, TWO)
+    world.join(TWO)
+    reshaping(world, rng)
+    world.is_held = lambda event: isinstance(event, events.InstanceDrained)
+    world.lose(TWO)
+    world.lose(ONE)
+    world.pass_time(PATIENCE_S)
+    world.join(ONE)
+    world.join(TWO)
+    world.until(rng, lambda: world.control.cycle.phase is not Phase.RESHAPING)
+    assert world.train == HOME.train
+    world.lose(TWO)
+    world.pass_time(PATIENCE_S)
+    assert outcomes(world)[-1] == ("node_lost", "failed"), "it goes on with what is gone"
+    assert world.control.plans.change.order.wanted.train.node == 0
+    world.is_held = lambda event: False
+    world.run_out(rng)
+    assert world.ended.exit_code == 0
+
+
+def test_the_layout_that_the_run_began_with_is_not_probed_when_a_loss_moves_it():
+    train = msgspec.structs.replace(ON_TWO, tp=2, dp=1)
+    servers = (instance(0, 0, 0), instance(1, 1, 0), instance(2, 1, 1))
+    home = msgspec.structs.replace(HOME, train=train, instances=servers)
+    world, rng = NodeWorld(home=home, num_probes=2, total_steps=14), Random(1)
+    world.boot()
+    for rank in range(2):
+        probed = RecomputeProbed(rank=rank, before_bytes=1, peak_bytes=2, error="")
+        world.post(events.RankSaid(world.attempt, probed))
+    world.post(events.ProbeJudged(world.attempt, "kept", "it fits"))
+    world.until(rng, lambda: len(world.trained) > 1)
+    lost(world, rng, TWO)
+    moved = world.records[0].plan.train
+    assert (moved.tp, moved.dp, moved.node) == (2, 1, ONE)
+    num_trained = len(world.trained)
+    world.until(rng, lambda: len(world.trained) > num_trained)
+    world.run(rng)
+    assert world.ended.exit_code == 0
+
+
 def test_the_run_grows_back_only_once_a_version_is_served():
     world, rng = NodeWorld(total_steps=8), Random(1)
     world.boot(nodes=(1,))
@@ -234,6 +320,20 @@ def test_ranks_on_what_is_left_may_take_their_time():
     assert outcomes(world) == [("node_lost", "done")]
     world.run(rng)
     assert world.ended.exit_code == 0
+
+
+def test_the_way_back_says_what_it_comes_from():
+    world, rng = started(total_steps=30)
+    assert not world.control.nodes.has_lost
+    lost(world, rng, ONE)
+    assert world.control.nodes.has_lost
+    world.join(ONE)
+    world.pass_time(PATIENCE_S)
+    world.until(rng, lambda: world.control.plans.plan == HOME)
+    assert {it.reason for it in world.records[1:]} == {"nodes are back"}
+    world.pass_time(1)
+    # What is missing from here on is missing for another reason.
+    assert not world.control.nodes.has_lost
 
 
 def test_a_server_that_gives_its_slot_to_the_core_waits_for_no_answers():

@@ -7,12 +7,13 @@ from math import inf
 
 import anyio
 import pytest
+from structlog.testing import capture_logs
 
 from libra import clock
 from libra.errors import PeerError
 from libra_supervisor.nodes import door as door_module
 from libra_supervisor.nodes import transport
-from libra_supervisor.nodes.door import Door
+from libra_supervisor.nodes.door import Door, StrangersLine
 from libra_supervisor.nodes.transport import dialled, node_listener
 
 TOKEN = "a token of the nodes"
@@ -164,3 +165,69 @@ async def test_when_nobody_listens_any_more_nobody_is_kept():
         await until_closed(stream)
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", port), 5)
+
+
+GARBAGE = {
+    "no method": b"\x00\x01\x02\r\n\r\n",
+    "no version": b"GET / HTTP/x\r\n\r\n",
+    "bad length": GET + b"Content-Length: x\r\n\r\n",
+    "long head": GET + b"X: " + b"x" * 100_000 + b"\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("words", GARBAGE.values(), ids=GARBAGE)
+async def test_what_strangers_send_is_one_line_for_many_of_them(caplog, words):
+    with capture_logs() as logs:
+        async with listening() as port:
+            for _ in range(3):
+                async with stranger(port, words) as stream:
+                    await until_closed(stream)
+    assert [(it["event"], it["others"]) for it in logs] == [("node_port_stranger", 0)]
+    assert "it sent no request" in logs[0]["why"]
+    assert caplog.records == []
+
+
+async def test_what_is_left_out_is_counted_with_the_next_line():
+    line = StrangersLine()
+    with capture_logs() as logs:
+        for _ in range(4):
+            line.say("nonsense")
+        line._not_before = 0.0
+        line.say("nonsense")
+        assert [it["others"] for it in logs] == [0, 3]
+
+
+async def test_a_fault_of_our_own_is_no_stranger_s(caplog):
+    async def fails(_connection):
+        raise ZeroDivisionError
+
+    async with node_listener(fails, host="127.0.0.1", port=0, token=TOKEN) as port:
+        async with dialled("127.0.0.1", port, token=TOKEN) as connection:
+            with suppress(PeerError):
+                await connection.receive()
+        await clock.sleep(0.1)
+    assert [record.exc_info[0] for record in caplog.records] == [ZeroDivisionError]
+
+
+async def test_each_mismatch_of_tls_is_said_in_words(certificates):
+    cert, key = certificates
+    tls = transport.leader_tls(cert, key)
+    with capture_logs() as plain:
+        async with listening() as port:
+            with suppress(PeerError):
+                follower = transport.follower_tls("", cert)
+                async with dialled("127.0.0.1", port, token=TOKEN, tls=follower):
+                    pass
+    with capture_logs() as crypted:
+        for dial in (None, transport.follower_tls(cert, "")):
+            async with listening(tls=tls) as port:
+                with suppress(PeerError):
+                    async with dialled("localhost", port, token=TOKEN, tls=dial):
+                        pass
+                await clock.sleep(0.1)
+    assert [it["why"] for it in plain] == [
+        "it speaks TLS, which needs node_tls_cert and node_tls_key here"
+    ]
+    first, second = (it["why"] for it in crypted)
+    assert first == "it speaks no TLS; a follower needs node_tls_ca"
+    assert "where its node_tls_ca did not sign node_tls_cert, or that names another host" in second

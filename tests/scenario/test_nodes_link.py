@@ -32,6 +32,7 @@ from libra_supervisor.nodes.members import (
     NodeSuspected,
 )
 from libra_supervisor.nodes.session import KeepLimits
+from pickled import PICKLED, was_unpickled
 
 TERMS = LeaseTerms(lease_s=10.0, orphan_grace_s=30.0)
 pytestmark = pytest.mark.anyio
@@ -56,6 +57,11 @@ def hello(node=1, **changes):
         boot_id="b", pid=7, start_ticks=9, dial=0,
     )  # fmt: skip
     return msgspec.structs.replace(known, **changes)
+
+
+def verb(name, **fields):
+    """A message by its name, whether there is one of that name or not."""
+    return msgspec.msgpack.encode({"type": name, **fields})
 
 
 NESTED = b"\x91" * 100_000 + b"\xc0"
@@ -480,10 +486,11 @@ async def test_an_expelled_node_counts_as_lost_only_after_its_lease():
         assert it.kinds() == [NodeJoined, NodeSuspected, NodeLost, NodeJoined]
 
 
+@pytest.mark.case("R-B101", "R-B102")
 @pytest.mark.parametrize(
     "message",
     [
-        b"", b"\xc1", b"garbage", msgspec.msgpack.encode({"type": "Hello"}),
+        PICKLED, b"", b"\xc1", b"garbage", msgspec.msgpack.encode({"type": "Hello"}),
         msgspec.msgpack.encode(Envelope(0, 0)), msgspec.msgpack.encode(DropRank(1)),
         b"\x82\xa4type\xa5Hello\xa1x" + NESTED, msgspec.msgpack.encode(hello(host="h" * (1 << 20))),
     ],
@@ -493,6 +500,7 @@ async def test_a_first_message_that_is_no_hello_ends_the_connection(message):
         await connection.send(message)
         assert await connection.receive() is None
         assert it.kinds() == []
+        assert not was_unpickled()
 
 
 async def test_who_says_nothing_is_not_waited_for():
@@ -501,9 +509,14 @@ async def test_who_says_nothing_is_not_waited_for():
         assert 9.0 < clock.now() < 12.0
 
 
+@pytest.mark.case("R-B101", "R-B102")
 @pytest.mark.parametrize(
     "envelope",
     [
+        PICKLED,
+        Envelope(0, 1, 1, PICKLED),
+        Envelope(0, 1, 1, verb("Leave", exit_code=0, reason="a follower does not order")),
+        Envelope(0, 1, 1, verb("StopAsked.__init__", reason="", in_hurry=True)),
         Envelope(5, 1),
         Envelope(0, 1, 7, b"x"),
         Envelope(0, 1, 1, b"no event"),
@@ -529,6 +542,8 @@ async def test_a_member_that_breaks_the_protocol_is_put_out_and_not_the_others(e
         await clock.sleep(TERMS.lost_after_s + 1.0)
         states = {record.node: record.state for record in it.leader.records}
         assert states == {1: NodeState.LOST, 2: NodeState.MEMBER}
+        assert it.said() == []
+        assert not was_unpickled()
 
 
 @pytest.mark.parametrize("reply", [b"", b"\xc1", b"\x82\xa4type\xa7Welcome\xa1x" + NESTED])
@@ -549,7 +564,14 @@ async def test_whoever_answers_like_no_leader_is_dialled_again(reply):
         assert it.hands.words() == ["begin"]
 
 
-@pytest.mark.parametrize("body", [b"no command", b"\x82\xa4type\xa8FreePort\xa1x" + NESTED])
+@pytest.mark.case("R-B101", "R-B102")
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"no command", b"\x82\xa4type\xa8FreePort\xa1x" + NESTED, PICKLED,
+        verb("StopAsked", reason="a leader does not ask", in_hurry=True), verb("ranks.drop_all"),
+    ],
+)  # fmt: skip
 async def test_a_leader_that_says_no_command_is_left_and_joined_anew(body):
     async with bed() as it:
         it.start()
@@ -564,6 +586,7 @@ async def test_a_leader_that_says_no_command_is_left_and_joined_anew(body):
         it.leader.tell(1, replace(2))
         await clock.sleep(1.0)
         assert it.hands.commands() == [replace(0), replace(2)]
+        assert not was_unpickled()
 
 
 async def test_a_member_whose_words_make_no_sense_to_who_hears_them_is_put_out():

@@ -108,6 +108,7 @@ async def test_a_node_joins_and_is_told_things_past_any_proxy(host, monkeypatch)
     assert hands.obeyed == [DropRank(0)]
 
 
+@pytest.mark.case("R-B102")
 @pytest.mark.parametrize("given", ["", "another token", "ä", TOKEN[:-1]])
 async def test_another_token_is_refused_before_anything_is_read(given):
     served = []
@@ -175,11 +176,17 @@ async def test_with_tls_the_leader_proves_who_it_is(certificates):
             await connection.send(msgspec.msgpack.encode(HELLO))
             answer = msgspec.msgpack.decode(await connection.receive(), type=Welcome)
             assert answer.term == 1
-        for tls in (follower_tls(cert, ""), None):
-            with pytest.raises(PeerError):
+        for tls, said in (
+            (
+                follower_tls(cert, ""),
+                "node_tls_ca did not sign the certificate of the leader at lo",
+            ),
+            (None, "closed the connection: a leader with node_tls_cert does so where a follower"),
+        ):
+            with pytest.raises(PeerError, match=said):
                 async with dialled("localhost", port, token=TOKEN, tls=tls):
                     pass
-        with pytest.raises(PeerError, match=r"127\.0\.0\.1"):
+        with pytest.raises(PeerError, match=r"leader at 127\.0\.0\.1 port \d+ names another host"):
             async with dialled("127.0.0.1", port, token=TOKEN, tls=follower_tls(cert, cert)):
                 pass
         tasks.cancel_scope.cancel()
@@ -216,3 +223,23 @@ async def test_who_waits_for_room_on_the_way_to_a_node_hears_of_its_loss(monkeyp
             with pytest.raises(PeerError, match="node 1 was lost"):
                 await end.tell_when_room(1, DropRank(1))
         tasks.cancel_scope.cancel()
+
+
+async def test_a_leader_without_tls_is_no_leader_to_who_wants_it(certificates):
+    cert, _ = certificates
+    async with node_listener(echo, host="127.0.0.1", port=0, token=TOKEN) as port:
+        with pytest.raises(PeerError, match=f"at localhost port {port} speaks no TLS: a leader"):
+            async with dialled("localhost", port, token=TOKEN, tls=follower_tls("", cert)):
+                pass
+
+
+async def test_why_nobody_answers_is_said_once():
+    with pytest.raises(PeerError) as found:
+        async with dialled("127.0.0.1", 9, token=TOKEN):
+            pass
+    assert str(found.value) == "no leader at 127.0.0.1 port 9: Connection refused"
+    with pytest.raises(PeerError) as found:
+        async with dialled("nowhere.invalid", 9, token=TOKEN):
+            pass
+    assert str(found.value).startswith("no leader at nowhere.invalid port 9: ")
+    assert str(found.value).count("nowhere.invalid") == 1

@@ -77,6 +77,7 @@ class NodeWorld(RandomWorld):
                 patience_s=patience_s,
                 first_patience_s=FIRST_PATIENCE_S,
                 retry_s=RETRY_S,
+                micro_batch_size=1,
             ),
             now=0.0,
         )

@@ -124,6 +124,7 @@ class FakeSupervisor:
                 "LIBRA_CONTROL": str(control),
                 "LIBRA_RUN_ID": "run-under-test",
                 "LIBRA_ATTEMPT": "1",
+                "LIBRA_ATTEMPT_ID": "core-1",
                 "LIBRA_GANG": "trainer",
                 **what.environment,
             },

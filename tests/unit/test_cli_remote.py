@@ -2,15 +2,16 @@
 
 import os
 
+import msgspec
 import pytest
 
 from libra.config.rollout import TpBucket
 from libra.errors import PeerError, SiteError
 from libra.wire.api import PlanOrder
 from libra_supervisor.cli.arguments import parser
-from libra_supervisor.cli.remote import _newest, _order_in, _reply_in
+from libra_supervisor.cli.remote import _newest, _order_in, _reply_in, speak
 from libra_supervisor.process.peer import listen
-from libra_supervisor.run_directory import RunDirectory
+from libra_supervisor.run_directory import Holder, RunDirectory
 
 
 def socket_of(run, *, at):
@@ -38,6 +39,29 @@ def test_where_nobody_listens_that_is_said(tmp_path, monkeypatch):
 def test_an_answer_that_is_none_is_the_control_planes_fault_in_one_line(tmp_path, body, said):
     with pytest.raises(PeerError, match=f"did not answer as it should: .?{said}"):
         _reply_in(body, RunDirectory(tmp_path))
+
+
+@pytest.mark.parametrize("verb", [("status",), ("stop",), ("drain", "vllm-0")])
+@pytest.mark.parametrize("has_socket", [False, True])
+def test_where_the_leader_is_another_machine_its_name_is_said(tmp_path, verb, has_socket):
+    def said(host):
+        (run / "supervisor.lock").write_bytes(msgspec.json.encode(Holder(4711, host)))
+        with pytest.raises(SiteError) as found:
+            speak(parser().parse_args([*verb, "--run-dir", str(run)]))
+        return str(found.value)
+
+    run = tmp_path / "run"
+    socket_of(run, at=1).close()
+    if not has_socket:
+        (run / "control.sock").unlink()
+    nobody = f"no control plane is running in {run} (control.sock does not answer)"
+    here = os.uname().nodename
+    assert said(here) == nobody
+    elsewhere = (
+        f" on this machine, {here}: the run was last led by libra-supervisor pid 4711 on gpu01, "
+        "where the same command gets its answer"
+    )
+    assert said("gpu01") == (nobody + elsewhere if has_socket else nobody)
 
 
 def order_of(*arguments):
@@ -84,10 +108,10 @@ def test_what_is_no_plan_is_a_wrong_command_line(arguments, capsys):
 @pytest.mark.parametrize("verb", ["drain", "undrain"])
 def test_a_node_is_named_by_its_rank(verb, capsys):
     assert parser().parse_args([verb, "--node", "0"]).node == 0
-    for wrong, said in (("-1", "-1 is no node; they count from 0"), ("x", "invalid")):
+    for wrong in ("-1", "x", "1.5", ""):
         with pytest.raises(SystemExit):
-            parser().parse_args([verb, "--node", wrong])
-        assert said in capsys.readouterr().err
+            parser().parse_args([verb, f"--node={wrong}"])
+        assert f"{wrong} is no node; they are numbers, from 0" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         parser().parse_args([verb, "--help"])
     assert "every rollout instance on this node" in capsys.readouterr().out

@@ -113,7 +113,7 @@ def over_nodes(*, node):
     return Plan(strategy="configured", train=train, instances=servers)
 
 
-HERE = (NodeRank(0),)
+HERE, HOST = (NodeRank(0),), "127.0.0.1"
 
 
 def test_a_node_needs_memory_and_ports_for_what_is_on_it_alone(tmp_path, monkeypatch):
@@ -133,6 +133,14 @@ def test_a_node_needs_memory_and_ports_for_what_is_on_it_alone(tmp_path, monkeyp
         name = f"port {base + 1}"
         assert not found(0)[name].ok
         assert name not in found(1)
+        plan = over_nodes(node=1)
+        here, there = (
+            {it.check: it for it in checks.check_node(config, plan, "cpu", node=node, host=HOST)}
+            for node in (0, 1)
+        )
+        assert needed_gib(here) == needed_gib(there) == needed_gib(found(1))
+        assert not there[name].ok
+        assert name not in here
 
 
 def needed_gib(found):

@@ -107,3 +107,18 @@ def test_a_run_on_one_node_opens_nothing_on_the_network():
     told = one.on_boundary(0, is_saving=False).commands
     [opening] = [it.command for it in told if isinstance(it, commands.TellRanks)]
     assert opening.hosts == ()
+
+
+def test_a_snapshot_that_cannot_be_written_ends_who_waits_for_it_and_is_removed():
+    one = desk()
+    one.on_core_begins(1)
+    one.on_core_ready()
+    one.attach(on(0, 0))
+    one.on_replica_ready(NAME, now=0.0)
+    one.on_boundary(3, is_saving=False)
+    done = one.on_snapshot_saved(3, "no room")
+    stopped = [it.replica_id for it in done.commands if isinstance(it, commands.StopReplica)]
+    assert stopped == [NAME]
+    assert commands.DropSnapshot(one.terms.snapshot_of(3)) in done.commands
+    [lost] = one.on_replica_down(NAME, "it was told to leave").news
+    assert (lost.replica_id, lost.why) == (NAME, "no room")

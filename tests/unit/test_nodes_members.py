@@ -10,16 +10,16 @@ from libra_supervisor.nodes.lease import Lease, LeaseTerms, Standing
 from libra_supervisor.nodes.member_record import NodeState
 from libra_supervisor.nodes.members import Admitted, Charter, Members
 from libra_supervisor.nodes.session import KeepLimits, Session
-from libra_supervisor.nodes.term import obey_term, read_term, take_term
+from libra_supervisor.nodes.term import obey_term, obeyed_term, read_term, take_term
 
 TERMS = LeaseTerms(lease_s=10.0, orphan_grace_s=30.0)
 
 
-def members(*, term=1, keep=KeepLimits()):  # noqa: B008 - frozen
+def members(*, term=1, keep=KeepLimits(), **options):  # noqa: B008 - frozen
     return Members(
         Charter(
             run_id="r", run_directory="/r", term=term, leader="L", version="1", config_digest="d",
-            num_nodes=3, lease=TERMS, keep=keep,
+            num_nodes=3, lease=TERMS, keep=keep, **options,
         ),
         now=0.0,
     )  # fmt: skip
@@ -300,6 +300,30 @@ def test_a_later_leader_waits_for_the_leases_of_the_one_before():
     assert members().reigns(now=0.0)
 
 
+OURS = dict.fromkeys("abcdef", "1")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        (OURS | {"b": "2"}, " (b)"),
+        (dict.fromkeys("abcde", "1"), " (f)"),
+        (OURS | {"x": "1", "a": "2"}, " (a, x)"),
+        (dict.fromkeys("abcdef", "2"), " (a, b, c and 3 more)"),
+        (OURS, ""),
+    ],
+)
+def test_who_has_another_configuration_is_told_in_what(theirs, said):
+    machine = members(option_digests=OURS)
+    refused = machine.on_hello(
+        hello(config_digest="x", option_digests=theirs), connection=1, fresh_session="s", now=0.0
+    )
+    assert refused == Refused(reason=f"its configuration is another one{said}", is_final=True)
+    assert isinstance(
+        machine.on_hello(hello(dial=2), connection=2, fresh_session="s", now=0.0), Admitted
+    )
+
+
 # Terms
 
 
@@ -311,8 +335,33 @@ def test_every_leader_has_a_higher_term_than_all_before_it(tmp_path):
     assert take_term(tmp_path, "L3") == 10
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"term": "x"}', b'{"term": 1}', b"\xff"])
-def test_a_damaged_term_is_not_taken_for_none(tmp_path, content):
-    (tmp_path / "term.json").write_bytes(content)
-    with pytest.raises(SiteError, match="two leaders"):
-        take_term(tmp_path, "L")
+DAMAGED = [
+    b"", b"{", b'{"term": "x"}', b'{"term": 1}', b"\xff", b'{"term": -5, "leader": ""}',
+    b'{"term": 0, "leader": ""}', b'{"term": 100000000000000000000000, "leader": ""}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+@pytest.mark.parametrize(
+    ("read", "advice"),
+    [
+        (lambda path: take_term(path, "L"), 'higher than the term of any line "leads"'),
+        (obeyed_term, "being the term in the run directory's own term.json"),
+    ],
+)
+def test_a_damaged_term_is_not_taken_for_none(tmp_path, content, read, advice):
+    path = tmp_path / "term.json"
+    path.write_bytes(content)
+    with pytest.raises(SiteError, match="two leaders") as found:
+        read(tmp_path)
+    assert str(found.value).startswith(f"{path} cannot be read (")
+    assert '{"term": N, "leader": ""}' in str(found.value)
+    assert advice in str(found.value)
+    # What it says to do helps.
+    path.write_text('{"term": 7, "leader": ""}')
+    assert read(tmp_path)
+
+
+def test_a_term_that_cannot_be_written_is_the_site_s_fault(tmp_path):
+    with pytest.raises(SiteError, match=r"cannot write .*No such file"):
+        take_term(tmp_path / "gone", "L")

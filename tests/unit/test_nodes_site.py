@@ -171,9 +171,12 @@ def test_a_machine_finds_itself_among_the_nodes():
     assert found.own_host == "b"
 
 
-@pytest.mark.parametrize("own", [(), ("a", "b")])
-def test_a_machine_that_is_none_or_several_of_them_has_to_say_so(own):
-    with pytest.raises(ConfigError, match="say which one with --node-rank"):
+@pytest.mark.parametrize(
+    ("own", "said"), [((), "none is this machine"), (("a", "b"), "a and b are this machine")]
+)
+def test_a_machine_that_is_none_or_several_of_them_has_to_say_so(own, said):
+    said = rf"of nodes \(a, b, c\) {said}; say which one with --node-rank"
+    with pytest.raises(ConfigError, match=said):
         site_of(nodes_of("[a, b, c]"), ALONE, is_own=lambda host: host in own)
     found = site_of(nodes_of("[a, b, c]"), ALONE, node_rank=0, is_own=lambda host: host in own)
     assert found is not None

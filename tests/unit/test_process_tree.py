@@ -5,6 +5,7 @@ import pytest
 import trio.testing
 
 from fake_kernel import FakeKernel
+from libra import clock
 from libra.ids import ChildId, RunId
 from libra_supervisor.process.identity import ProcessIdentity
 from libra_supervisor.process.tree import StopDeadlines, Tree
@@ -50,6 +51,21 @@ async def test_a_deaf_leader_gets_one_sigterm_then_sigkill_at_the_end_of_the_gra
     assert names == ["SIGTERM", "SIGCONT", "SIGKILL"]
     assert not ended.ended_in_grace
     assert 20 <= anyio.current_time() - began_at < 20.5
+
+
+@pytest.mark.case("R-B56")
+async def test_whoever_ends_a_tree_that_is_being_ended_asks_its_leader_nothing_more(kernel):
+    kernel.ignores_term.add(LEADER.pid)
+    tree = tree_in(kernel)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(tree.end, StopDeadlines(term_grace_s=20, kill_wait_s=10))
+        await clock.sleep(5)
+        began_at = anyio.current_time()
+        await tree.end(StopDeadlines(term_grace_s=2, kill_wait_s=10))
+        assert 2 <= anyio.current_time() - began_at < 2.5, "the shorter grace holds"
+    names = [name for pid, name in kernel.signals if pid == LEADER.pid]
+    assert names.count("SIGTERM") == 1
+    assert names.count("SIGKILL") == 1
 
 
 async def test_a_process_that_is_started_during_the_kill_is_found_by_the_next_sweep(kernel):

@@ -1,21 +1,33 @@
 """What the leader tells the other nodes of groups and servers, and when it gives up on one."""
 
+import itertools
 from pathlib import Path
 
 import anyio
 import msgspec
 import pytest
+import trio.testing
 
+from libra import clock
 from libra.errors import PeerError
 from libra.rollouts.trajectory import SampleFailed
 from libra.wire import node_rollouts as wire
+from libra.wire.api import NodeStatus
 from libra_supervisor.app.cluster_routing import ClusterRouting
 from libra_supervisor.app.spread_rollouts import SpreadRollouts
 from libra_supervisor.events import SampleFinished, SampleGaveUp, SampleStarted
 from made_there import Idle, OwnRunner
+from pickled import PICKLED, was_unpickled
 from trajectories import admitted, trajectory
 
 HERE, THERE = admitted(0, n_samples=16), admitted(1, n_samples=2)
+
+
+NODE = NodeStatus(node=1, host="h", state="member", since_s=1.0, detail="")
+
+
+def on_virtual_time():
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
 
 
 class Told:
@@ -128,12 +140,14 @@ def changed(**fields):
     return msgspec.msgpack.encode(msgspec.structs.replace(trajectory(THERE, 0), **fields))
 
 
+@pytest.mark.case("R-B101")
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["trio"])
 @pytest.mark.parametrize(
     ("data", "said"),
     [
         (b"no", "sent no trajectory"),
+        (PICKLED, "sent no trajectory"),
         (NESTED, "nested too deeply"),
         (msgspec.msgpack.encode(trajectory(THERE, 1)), "/s1', not"),
         (changed(sample_index=1), "sample_index 1, not 0"),
@@ -144,8 +158,8 @@ def changed(**fields):
         (changed(reward=float("nan")), "reward nan"),
     ],
     ids=[
-        "none", "nested", "another's", "another index", "another group", "another prompt",
-        "no version", "no reward", "no number",
+        "none", "pickled", "nested", "another's", "another index", "another group",
+        "another prompt", "no version", "no reward", "no number",
     ],
 )  # fmt: skip
 async def test_what_is_no_trajectory_of_its_sample_fails_that_sample_alone(data, said):
@@ -162,8 +176,47 @@ async def test_what_is_no_trajectory_of_its_sample_fails_that_sample_alone(data,
     assert isinstance(gave_up, SampleGaveUp)
     assert (gave_up.group_id, gave_up.sample_index) == (THERE.group_id, 0)
     assert said in gave_up.failure.message
+    assert not was_unpickled()
     assert finished == SampleFinished(trajectory(THERE, 1))
     assert leader.rollouts.node_of(THERE.group_id) is None
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_pieces_that_do_not_end_are_kept_up_to_the_limit_and_then_their_sample_fails(
+    monkeypatch,
+):
+    monkeypatch.setattr("libra_supervisor.app.spread_rollouts.MAX_TRAJECTORY_BYTES", 10)
+    leader = Leader()
+    leader.able(1)
+    for group in (HERE, THERE):
+        leader.rollouts.start(group)
+    job = leader.others[1].said[-1].job
+    piece = wire.TrajectoryPiece(job=job, sample=0, data=b"12345", is_last=False)
+    for _ in range(2):
+        leader.rollouts.on_word(1, piece)
+    assert leader.rollouts._pieces == {1: {(job, 0): b"1234512345"}}
+    leader.rollouts.on_word(1, piece)
+    await leader.heard()
+    (gave_up,) = leader.posted
+    assert (gave_up.group_id, gave_up.sample_index) == (THERE.group_id, 0)
+    assert leader.rollouts._pieces == {1: {}}
+
+
+def test_what_has_come_of_a_group_that_nobody_wants_any_more_is_not_kept():
+    leader = Leader()
+    leader.able(1)
+    for group in (HERE, THERE, admitted(2)):
+        leader.rollouts.start(group)
+    jobs = [it.job for it in leader.others[1].said if isinstance(it, wire.MakeSamples)]
+    for job in jobs:
+        piece = wire.TrajectoryPiece(job=job, sample=0, data=b"1", is_last=False)
+        leader.rollouts.on_word(1, piece)
+    leader.rollouts.cancel(THERE.group_id)
+    assert leader.rollouts._pieces == {1: {(jobs[1], 0): b"1"}}
+    # What is still on its way is not kept either.
+    leader.rollouts.on_word(1, msgspec.structs.replace(piece, job=jobs[0]))
+    assert leader.rollouts._pieces == {1: {(jobs[1], 0): b"1"}}
 
 
 @pytest.mark.anyio
@@ -247,3 +300,56 @@ class NoRouting:
 
     def places_of(self, group_ids):
         return {f"{group_ids[0]}/s0": "vllm-0"}
+
+
+MAKES_NONE = wire.CannotMake("its disk is full")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", [on_virtual_time()], ids=["trio"])
+@pytest.mark.parametrize(
+    ("word", "reads_anew"), [(MAKES_NONE, False), (wire.CanMake(("other data",)), True)]
+)
+async def test_a_node_that_could_not_make_any_is_asked_again_later_and_later(word, reads_anew):
+    leader = Leader()
+    (told,) = leader.others.values()
+    asked_at = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(leader.rollouts.run)
+        began_at = clock.now()
+        for number in range(1, 9):
+            while told.kinds().count(wire.TakePart) < number:
+                await clock.sleep(0.5)
+            asked_at.append(clock.now() - began_at)
+            assert leader.rollouts.status((NODE,))[0].detail == ""
+            leader.rollouts.on_word(1, word)
+            assert "makes no trajectories: " in leader.rollouts.status((NODE,))[0].detail
+        tasks.cancel_scope.cancel()
+    pauses = [round(b - a) for a, b in itertools.pairwise(asked_at)]
+    assert pauses == [10, 20, 40, 80, 160, 320, 600]
+    orders = [it for it in told.said if isinstance(it, wire.TakePart)]
+    assert [it.reads_anew for it in orders] == [False] + [reads_anew] * 7
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", [on_virtual_time()], ids=["trio"])
+async def test_a_node_that_has_made_one_is_asked_soon_when_it_fails_later():
+    leader = Leader()
+    (told,) = leader.others.values()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(leader.rollouts.run)
+        for _ in range(3):
+            leader.rollouts.on_word(1, MAKES_NONE)
+            await clock.sleep(100.0)
+        leader.able(1)
+        for group in (HERE, THERE):
+            leader.rollouts.start(group)
+        job = told.said[-1].job
+        leader.rollouts.on_word(1, wire.SampleBegun(job, 0))
+        data = msgspec.msgpack.encode(trajectory(THERE, 0))
+        leader.rollouts.on_word(1, wire.TrajectoryPiece(job=job, sample=0, data=data, is_last=True))
+        leader.rollouts.on_word(1, MAKES_NONE)
+        before = told.kinds().count(wire.TakePart)
+        await clock.sleep(11.0)
+        assert told.kinds().count(wire.TakePart) == before + 1
+        tasks.cancel_scope.cancel()

@@ -39,9 +39,9 @@ class StagedState:
         self._directory = directory
         self._files_group = files_group
 
-    def write(self) -> list[Any]:
+    def write(self, *, is_durable: bool) -> list[Any]:
         """Write all ranks' files: the ranks agree here on what each of them writes."""
-        writer = FileSystemWriter(self._directory, single_file_per_rank=True, sync_files=True)
+        writer = FileSystemWriter(self._directory, single_file_per_rank=True, sync_files=is_durable)
         try:
             save(self._tensors, storage_writer=writer, process_group=self._files_group)
         except CheckpointException as error:

@@ -12,7 +12,8 @@ of its children.
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from itertools import groupby
 from random import Random
 from typing import Final, Protocol, TypeAlias, assert_never
@@ -34,7 +35,8 @@ from libra.wire.instance import WeightsReceipt
 from libra.wire.node import Leave, RankLinked, StopAsked
 from libra.wire.rank import Hello
 from libra_supervisor import events
-from libra_supervisor.app.following import GLOO_VARIABLE, config_digest
+from libra_supervisor.app.following import GLOO_VARIABLE
+from libra_supervisor.app.shared_config import config_digest, option_digests
 from libra_supervisor.events import StopRequested
 from libra_supervisor.instances.port_lease import lease_port
 from libra_supervisor.nodes.interface import interface_of
@@ -51,7 +53,14 @@ from libra_supervisor.nodes.relayed_link import RelayedLink
 from libra_supervisor.nodes.remote import NOT_YET, RemoteNode, remote_port
 from libra_supervisor.nodes.remote_child import RemoteSpawner
 from libra_supervisor.nodes.site import LEADER, Site
-from libra_supervisor.nodes.term import TERM_NAME, TermRecord, read_term, take_term
+from libra_supervisor.nodes.term import (
+    TERM_NAME,
+    RunEnd,
+    TermRecord,
+    end_term,
+    read_term,
+    take_term,
+)
 from libra_supervisor.nodes.transport import leader_tls, node_listener
 from libra_supervisor.process.spawn import Spawner
 from libra_supervisor.ranks.agents import AgentsSpawner, HeldPort
@@ -112,6 +121,7 @@ class Cluster:
             leader=self._leader,
             version=__version__,
             config_digest=config_digest(config),
+            option_digests=option_digests(config),
             num_nodes=site.num_nodes,
             lease=lease,
         )
@@ -136,6 +146,8 @@ class Cluster:
         self._why_replaced = ""
         self._may_stay: dict[NodeRank, frozenset[ChildId]] | None = None
         self._joined_early: set[NodeRank] = set()
+        self._leave: Leave | None = None
+        """The run is over: what every node is told."""
 
     @property
     def term(self) -> int:
@@ -226,12 +238,16 @@ class Cluster:
     async def dismiss(self, exit_code: int, reason: str) -> None:
         """Have every member leave; waits a moment for the word to get there.
 
+        Who is not there, and knows this leader, reads it from the run directory.
         Who was replaced says nothing: its followers are the other leader's.
         """
         if self._is_replaced:
             return
-        for node in self.nodes.values():
-            node.say_if_there(Leave(exit_code, reason))
+        self._leave = Leave(exit_code, reason)
+        for node in self.nodes:
+            self._say_leave(node)
+        with anyio.move_on_after(_DISMISS_S):  # the disk may hang
+            await self._write_end(RunEnd(exit_code, reason))
         with anyio.move_on_after(_DISMISS_S):
             while any(it.session_id and it.session.num_kept for it in self._end.records):
                 await clock.sleep(_POLL_S)
@@ -286,6 +302,7 @@ class Cluster:
                 _log.info("node_joined", node=node, host=hello.host, is_return=is_return)
                 self._joined_early.add(node)
                 self._take_in(node)
+                self._say_leave(node)
                 await self._post(events.NodeJoined(node))
             case NodeSuspected(node, reason):
                 _log.warning("node_suspected", node=node, why=reason)
@@ -304,6 +321,20 @@ class Cluster:
                 await self._post(events.NodeLost(node, reason))
             case _:
                 assert_never(event)
+
+    def _say_leave(self, node: NodeRank) -> None:
+        if self._leave is not None:
+            with suppress(PeerError):  # it has no session
+                self._end.tell(node, self._leave)
+
+    async def _write_end(self, end: RunEnd) -> None:
+        if await self._has_successor():
+            return
+        write = partial(end_term, self._directory.root, self._term, self._leader, end)
+        try:
+            await anyio.to_thread.run_sync(write, abandon_on_cancel=True)
+        except SiteError as error:
+            _log.warning("end_not_written", why=str(error))
 
     def _take_in(self, node: NodeRank) -> None:
         """Have it end what may not stay; from then on it is asked for things."""
@@ -365,7 +396,9 @@ class Cluster:
 
     async def _has_successor(self) -> bool:
         try:
-            found = await anyio.to_thread.run_sync(read_term, self._directory.root)
+            found = await anyio.to_thread.run_sync(
+                read_term, self._directory.root, abandon_on_cancel=True
+            )
         except LibraError as error:
             _log.warning("term_not_read", why=str(error))
             return False

@@ -4,12 +4,12 @@ It decides nothing. What it may do is said by its lease (`libra_supervisor.nodes
 does, by the leader's commands (`NodeHands`).
 """
 
-import hashlib
 import os
 import signal
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from functools import partial
 from random import Random
 from typing import Final
 
@@ -19,19 +19,20 @@ import anyio.to_thread
 import msgspec
 
 from libra import clock
-from libra.config.load import dump_resolved
-from libra.config.nodes import NodesConfig
 from libra.config.run import RunConfig
-from libra.config.supervision import ApiConfig
-from libra.errors import InvariantError, SiteError
+from libra.errors import InvariantError, LibraError, SiteError
 from libra.ids import RunId
 from libra.tracing.log import get_log
 from libra.version import __version__
-from libra.wire.node import PROTOCOL, Hello, StopAsked, Welcome
+from libra.wire.node import PROTOCOL, Hello, Welcome
 from libra_supervisor.app.ending import BUG, INTERRUPTED, Outcome, outcome_of
+from libra_supervisor.app.lease_note import lease_note
+from libra_supervisor.app.local_stop import LocalStop
+from libra_supervisor.app.node_fitness import what_is_lacking
 from libra_supervisor.app.node_hands import NodeHands
 from libra_supervisor.app.node_making import MakingSite, NodeMaking
 from libra_supervisor.app.rank_relay import Tongue
+from libra_supervisor.app.shared_config import config_digest, option_digests
 from libra_supervisor.app.user_threads import abandon_user_threads
 from libra_supervisor.events import ChildEvent
 from libra_supervisor.journal import read_run_id
@@ -42,7 +43,7 @@ from libra_supervisor.nodes.interface import interface_of
 from libra_supervisor.nodes.lease import LeaseTerms, Standing
 from libra_supervisor.nodes.session import KeepLimits
 from libra_supervisor.nodes.site import Site
-from libra_supervisor.nodes.term import obey_term, read_term
+from libra_supervisor.nodes.term import obey_term, obeyed_term, read_term
 from libra_supervisor.nodes.transport import dialled, follower_tls
 from libra_supervisor.notify import Notifier
 from libra_supervisor.process.cgroup import delegated_root
@@ -65,8 +66,9 @@ from libra_supervisor.run_directory import (
 GLOO_VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _LOOK_PERIOD_S: Final = 0.5
-_PATIENT_STOPS: Final = 2
-"""The leader is asked for an orderly end, then for a quick one; a third signal waits for nobody."""
+_END_LOOK_S: Final = 2.0
+_NOTIFY_PERIOD_S: Final = 5.0
+_START_EXTENSION_S: Final = 60.0
 
 _log = get_log()
 
@@ -83,25 +85,6 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     devices: tuple[str, ...]
     """By slot; empty on CPU."""
-
-
-def config_digest(config: RunConfig) -> str:
-    """Names the configuration that all nodes of a run share.
-
-    Where a node finds its secrets, and where it listens for people, is its own affair.
-    """
-    shared = msgspec.structs.replace(
-        config,
-        api=ApiConfig(),
-        cluster=msgspec.structs.replace(
-            config.cluster,
-            **{
-                name: getattr(NodesConfig(), name)
-                for name in ("node_token_file", "node_tls_key", "node_tls_ca", "node_tls_cert")
-            },
-        ),
-    )
-    return hashlib.sha256(dump_resolved(shared)).hexdigest()[:16]
 
 
 def node_directory(directory: RunDirectory, node: int) -> RunDirectory:
@@ -139,8 +122,7 @@ async def follow(following: Following) -> Outcome:
     become_subreaper()
     abandon_user_threads()
     try:
-        run_id = await _told_run_id(following)
-        outcome = await _Follower(following, run_id).to_end()
+        outcome = await _Follower(following).to_end()
     except BaseException as error:  # noqa: BLE001 - the top of the program
         outcome = outcome_of(error)
         if outcome.exit_code == BUG:
@@ -158,7 +140,7 @@ async def _told_run_id(following: Following) -> RunId:
     path = following.directory.run_id
     with anyio.move_on_after(following.config.supervision.start_timeout_s):
         while True:
-            run_id = await anyio.to_thread.run_sync(read_run_id, path)
+            run_id = await anyio.to_thread.run_sync(read_run_id, path, abandon_on_cancel=True)
             if run_id is not None:
                 return run_id
             await clock.sleep(_LOOK_PERIOD_S)
@@ -171,19 +153,39 @@ async def _told_run_id(following: Following) -> RunId:
 class _Follower:
     """Every part of one follower, joined."""
 
-    def __init__(self, following: Following, run_id: RunId) -> None:
+    def __init__(self, following: Following) -> None:
         self._following = following
-        self._run_id = run_id
+        self._run_id = RunId("")
+        """Empty until the leader has written it down."""
+
         self._own = node_directory(following.directory, following.site.rank)
-        # A leader that never got to its run took the whole directory away, and made it anew.
-        self._own.create()
         self._supervision = following.config.supervision
-        self._num_signals = 0
         self._outcome: Outcome | None = None
         self._scope = anyio.CancelScope()
         self._notifier = Notifier.from_environment(following.environ)
+        self._is_ready = False
+        self._stop = LocalStop(following.site.rank, leave=self._leave)
 
     async def to_end(self) -> Outcome:
+        try:
+            with anyio.open_signal_receiver(*_STOP_SIGNALS) as signals:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._stop.hear, signals)
+                    tasks.start_soon(self._notifier.keep_alive)
+                    tasks.start_soon(self._tell_systemd)
+                    with self._scope:
+                        await self._follow(await _told_run_id(self._following))
+                    tasks.cancel_scope.cancel()
+        finally:
+            # All has ended; a late signal must not replace the exit code.
+            for late in _STOP_SIGNALS:
+                signal.signal(late, signal.SIG_IGN)
+        return self._outcome or Outcome(INTERRUPTED, "interrupted")
+
+    async def _follow(self, run_id: RunId) -> None:
+        self._run_id = run_id
+        # A leader that never got to its run took the whole directory away, and made it anew.
+        self._own.create()
         kernel = Linux()
         holder = await anyio.to_thread.run_sync(holder_of, self._following.directory)
         if holder is not None:
@@ -203,9 +205,7 @@ class _Follower:
             spawner = LinuxSpawner(
                 run_id=self._run_id, logs=logs, kernel=kernel, cgroups=delegated_root()
             )
-            with self._scope:
-                await self._serve(spawner)
-        return self._outcome or Outcome(INTERRUPTED, "interrupted")
+            await self._serve(spawner)
 
     async def _serve(self, spawner: LinuxSpawner) -> None:
         async with anyio.create_task_group() as tasks:
@@ -214,18 +214,21 @@ class _Follower:
             end = FollowerEnd(side, hands, dial=self._dial, rng=self._rng())
             hands.speak_through(Tongue(end.say, end.say_when_room))
             hands.make_through(NodeMaking(self._making_site(spawner, end), tasks))
-            with rank_socket(self._own.root) as (path, listener):
-                hands.control_socket = path
+            self._stop.ask_through(side, end.say)
+            with rank_socket(self._own.root) as (path, listener), lease_note(side) as lease:
+                hands.control_socket, hands.lease = path, lease
+                tasks.start_soon(lease.run)
                 tasks.start_soon(
                     lambda: accept_ranks(listener, run_id=self._run_id, welcome=hands.ranks.welcome)
                 )
-                tasks.start_soon(self._hear_signals, end, side)
-                tasks.start_soon(self._notifier.keep_alive)
+                tasks.start_soon(self._stop.watch)
                 tasks.start_soon(self._give_up, side)
+                tasks.start_soon(self._learn_of_end, side)
                 try:
                     await end.run()
                 finally:
                     with anyio.CancelScope(shield=True):  # bounded by the deadlines of each child
+                        self._is_ready = True  # the start is over, however it went
                         self._notifier.stopping("ending children")
                         await hands.let_go("this node leaves")
                         await hands.end_servers("this node leaves")
@@ -267,11 +270,12 @@ class _Follower:
         me = identity_of(os.getpid())
         if me is None:
             raise InvariantError("this process is not in /proc")
-        known = read_term(self._own.root)
+        known = obeyed_term(self._own.root)
         return Hello(
             protocol=PROTOCOL,
             version=__version__,
             config_digest=config_digest(self._following.config),
+            option_digests=option_digests(self._following.config),
             run_id=self._run_id,
             node=self._following.site.rank,
             host=os.uname().nodename,
@@ -292,33 +296,42 @@ class _Follower:
         )
 
     async def _begin(self, welcome: Welcome) -> None:
+        """Raises SiteError when this machine cannot do its part."""
         await anyio.to_thread.run_sync(obey_term, self._own.root, welcome.term, welcome.leader)
+        self._stop.repeat()
+        if not self._is_ready and (lack := await self._lack()):
+            raise SiteError(lack)
+        self._is_ready = True
         self._notifier.ready(f"follows term {welcome.term} as node {self._following.site.rank}")
 
+    async def _lack(self) -> str:
+        """What this machine lacks for its part of the plan, while nothing of it runs here."""
+        following = self._following
+        look = partial(
+            what_is_lacking,
+            following.directory,
+            following.site.rank,
+            following.site.own_host,
+            following.devices,
+        )
+        try:
+            return await anyio.to_thread.run_sync(look)
+        except (OSError, msgspec.DecodeError, LibraError) as error:
+            _log.warning("node_not_checked", why=f"the leader's plan cannot be read: {error}")
+            return ""
+
     def _leave(self, exit_code: int, reason: str) -> None:
-        self._outcome = Outcome(exit_code, reason)
+        if self._outcome is None:  # else it ends already, and a late signal changes nothing
+            self._outcome = Outcome(exit_code, reason)
         self._scope.cancel()
 
-    async def _hear_signals(self, end: FollowerEnd, side: Allegiance) -> None:
-        try:
-            with anyio.open_signal_receiver(*_STOP_SIGNALS) as signals:
-                async for number in signals:
-                    self._on_signal(signal.Signals(number), end, side)
-        finally:
-            # All is ending; a late signal must not replace the exit code.
-            for late in _STOP_SIGNALS:
-                signal.signal(late, signal.SIG_IGN)
-
-    def _on_signal(self, number: signal.Signals, end: FollowerEnd, side: Allegiance) -> None:
-        self._num_signals += 1
-        _log.info("signal_received", signal=number.name, count=self._num_signals)
-        is_heard = side.standing(now=clock.now()) is Standing.HELD
-        if is_heard and self._num_signals <= _PATIENT_STOPS:
-            reason = f"{number.name} on node {self._following.site.rank}"
-            end.say(StopAsked(reason, in_hurry=self._num_signals > 1))
-            return
-        code = INTERRUPTED if number == signal.SIGINT else 0
-        self._leave(code, f"{number.name}, and no leader to end the run with")
+    async def _tell_systemd(self) -> None:
+        """A start lasts until a leader takes this node in; `_give_up` bounds it."""
+        site = self._following.site
+        while not self._is_ready:
+            self._notifier.extend_start(_START_EXTENSION_S)
+            self._notifier.status(f"waits for its leader, {site.hosts[0]} port {site.port}")
+            await clock.sleep(_NOTIFY_PERIOD_S)
 
     async def _give_up(self, side: Allegiance) -> None:
         """Leave when no leader has been there for as long as a start may take."""
@@ -332,6 +345,24 @@ class _Follower:
             elif now - alone_since > limit_s:
                 reason = f"no leader for {limit_s:g} s after the servers here were ended"
                 self._leave(SiteError.exit_code, reason)
+
+    async def _learn_of_end(self, side: Allegiance) -> None:
+        """Leave when the leader that this node obeyed has ended the run and could not tell it."""
+        while True:
+            await clock.sleep(_END_LOOK_S)
+            if side.standing(now=clock.now()) is Standing.HELD or not side.leader:
+                continue
+            try:
+                found = await anyio.to_thread.run_sync(
+                    read_term, self._following.directory.root, abandon_on_cancel=True
+                )
+            except SiteError as error:
+                _log.warning("term_not_read", why=str(error))
+                continue
+            if found is None or (found.term, found.leader) != (side.term, side.leader):
+                continue
+            if found.end is not None:
+                self._leave(found.end.exit_code, f"the run is over: {found.end.reason}")
 
     async def _note_log(self, event: ChildEvent) -> None:
         _log.warning("child_log", kind=type(event).__name__, child=event.child_id)

@@ -30,16 +30,19 @@ from libra.planner.train_layout import TrainLayout
 from libra.storage.atomic import atomic_write
 from libra.storage.checkpoints import list_complete_checkpoints
 from libra_supervisor.app.recall import remembered_plan
-from libra_supervisor.doctor.checks import check_site
+from libra_supervisor.doctor.checks import LOOPBACK, check_site
 from libra_supervisor.doctor.devices import (
     num_slots_here,
     resolved_device,
     slot_cores,
     slot_devices,
 )
+from libra_supervisor.doctor.findings import refusals
 from libra_supervisor.doctor.held import NOTHING, Held, held_by_run
+from libra_supervisor.doctor.probes import port_finding
 from libra_supervisor.loop.plan_memory import PlanMemory
 from libra_supervisor.nodes.site import Site
+from libra_supervisor.nodes.transport import leader_tls
 from libra_supervisor.records.calibration import CalibrationStore, known_book, store_of
 from libra_supervisor.run_directory import RunDirectory
 
@@ -122,6 +125,9 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
     Raises ConfigError, InfeasiblePlanError or SiteError; nothing has been started then.
     """
     config = request.loaded.config
+    if request.site is not None:
+        cluster = config.cluster
+        leader_tls(cluster.node_tls_cert, cluster.node_tls_key, cluster.node_tls_ca)
     device = resolved_device(config.control.device, request.environ)
     config = msgspec.structs.replace(
         config, control=msgspec.structs.replace(config.control, device=device)
@@ -269,10 +275,13 @@ def _on_devices(launch: Launch, *, held: Held) -> Launch:
     plan, root = launch.plan, launch.directory.root
     num_slots = num_slots_of(launch)
     devices = slot_devices(launch.device, num_slots=num_slots, environ=launch.environ)
-    findings = check_site(launch.config, plan, launch.device, root, held=held)
-    failed = [finding for finding in findings if not finding.ok]
-    if failed:
-        raise SiteError("\n".join(f"{f.check}: {f.detail}; {f.advice}" for f in failed))
+    site = launch.site
+    host = LOOPBACK if site is None else site.own_host
+    findings = check_site(launch.config, plan, launch.device, root, host=host, held=held)
+    if site is not None:
+        findings.append(port_finding(host, site.port, "the port for other nodes (node_port)"))
+    if failed := refusals(findings):
+        raise SiteError("\n".join(failed))
     cores = slot_cores(launch.device, devices)
     return msgspec.structs.replace(launch, devices=devices, cores=cores)
 

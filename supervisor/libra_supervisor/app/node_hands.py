@@ -5,13 +5,14 @@ claims in a new session is ended before anything is started under its name, so a
 """
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Final, Protocol, assert_never
+from typing import TYPE_CHECKING, Final, Protocol, assert_never
 
 import anyio
 import anyio.abc
 
 from libra.errors import InvariantError, LibraError, PeerError, SiteError
 from libra.ids import ChildId, Incarnation, RunId
+from libra.storage.lease_file import LEASE_VARIABLE
 from libra.tracing.log import get_log
 from libra.wire import node as wire
 from libra.wire import node_rollouts as rollouts
@@ -26,6 +27,9 @@ from libra_supervisor.process.identity import boot_id
 from libra_supervisor.process.spawn import Spawner
 from libra_supervisor.process.spec import Limits, ProcessSpec
 from libra_supervisor.process.tree import StopDeadlines, TreeEnded
+
+if TYPE_CHECKING:
+    from libra_supervisor.app.lease_note import LeaseNote
 
 CONTROL_VARIABLE: Final = "LIBRA_CONTROL"
 DEVICES_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -97,6 +101,9 @@ class NodeHands:
         self.ranks = RankRelay(self.agent_of)
         self.control_socket = ""
         """Of the ranks here."""
+
+        self.lease: LeaseNote | None = None
+        """What ranks read of the lease; None: they are ended from here alone."""
 
     def speak_through(self, tongue: Tongue) -> None:
         self._tongue = tongue
@@ -285,6 +292,9 @@ class NodeHands:
         env = {**self._environ, **command.env}
         if command.is_bound:
             env[CONTROL_VARIABLE] = self.control_socket
+            if self.lease is not None:
+                self.lease.write()
+                env[LEASE_VARIABLE] = str(self.lease.path)
         if DEVICES_VARIABLE in command.env:
             env[DEVICES_VARIABLE] = self._own_devices(command.env[DEVICES_VARIABLE])
         return ProcessSpec(

@@ -88,6 +88,8 @@ class NodeMaking:
     def obey(self, order: RolloutOrder) -> None:
         if isinstance(order, wire.TakePart):
             self._end("the leader wants another part taken")
+            if order.reads_anew:
+                self._shelf = PromptShelf()
             part = self._part = Part(self._site, order, self._shelf)
             self._tasks.start_soon(part.run)
         elif self._part is not None:

@@ -146,6 +146,7 @@ def node_desk_of(launch: Launch, plans: PlanDesk, *, now: float) -> NodeDesk | N
             patience_s=cluster.node_loss_patience_s,
             first_patience_s=config.supervision.start_timeout_s,
             retry_s=planner.runtime_replan_cooldown_s,
+            micro_batch_size=config.training.micro_batch_size,
         ),
         now=now,
     )

@@ -1,7 +1,7 @@
 """What a later supervisor will know of this one: state.json and the journal."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Never
 
 import anyio
@@ -10,12 +10,13 @@ import msgspec
 
 from libra import clock
 from libra.errors import DataError, InvariantError, SiteError
-from libra.ids import ChildId, RunId
+from libra.ids import ChildId, InstanceId, RunId
 from libra.storage.atomic import atomic_write
 from libra_supervisor.events import (
     ChildExited,
     ChildReady,
     ChildStarted,
+    DrainRequested,
     Event,
     RankSaid,
     SampleFinished,
@@ -42,6 +43,9 @@ _UNRECORDED = (Ticked, SampleStarted, SampleProgressed, SampleFinished, SampleGa
 PLAN_FACT: Final = "plan"
 """Under which name state.json has a PlanMemory."""
 
+DRAINED_FACT: Final = "drained"
+"""Under which name it has the servers that an operator took out of routing."""
+
 
 class RunMemory:
     """Follows the events. `run` is the task that writes; what happens meanwhile is written once."""
@@ -56,6 +60,10 @@ class RunMemory:
         self._me = me
         self._children: dict[ChildId, ChildRecord] = {}
         self._plan: PlanMemory | None = None
+        self._drained: tuple[InstanceId, ...] = ()
+        self.look_at_drained: Callable[[], tuple[InstanceId, ...]] | None = None
+        """Which servers an operator has out of routing; asked in the event loop."""
+
         self._changed = anyio.Event()
 
     def remember(self, children: Mapping[ChildId, ChildRecord]) -> None:
@@ -85,6 +93,8 @@ class RunMemory:
                 self._note_ready(event)
             case ChildExited():
                 self._children.pop(event.child_id, None)
+            case DrainRequested():
+                pass
             case _:
                 return
         self._changed.set()
@@ -92,12 +102,21 @@ class RunMemory:
     async def run(self) -> Never:
         """Write after each change until cancelled."""
         while True:
-            await anyio.to_thread.run_sync(self.save)
+            self._note_drained()
+            await anyio.to_thread.run_sync(self._save)
             await self._changed.wait()
             self._changed = anyio.Event()
 
     def save(self) -> None:
         """Write the state as it is now; blocks on fsync."""
+        self._note_drained()
+        self._save()
+
+    def _note_drained(self) -> None:
+        if self.look_at_drained is not None:
+            self._drained = self.look_at_drained()
+
+    def _save(self) -> None:
         self._file.save(
             SupervisorState(
                 run_id=self._run_id,
@@ -106,12 +125,16 @@ class RunMemory:
                 supervisor_start_ticks=self._me.start_ticks,
                 supervisor_boot_id=self._me.boot_id,
                 children=tuple(self._children.values()),
-                facts={} if self._plan is None else {PLAN_FACT: msgspec.to_builtins(self._plan)},
+                facts=self._facts(),
             )
         )
 
     def close(self) -> None:
         self._journal.close()
+
+    def _facts(self) -> dict[str, object]:
+        plan = {} if self._plan is None else {PLAN_FACT: msgspec.to_builtins(self._plan)}
+        return plan | ({DRAINED_FACT: self._drained} if self._drained else {})
 
     def _note_ready(self, event: ChildReady) -> None:
         record = self._children.get(event.child_id)
@@ -133,6 +156,19 @@ def remembered_plan(directory: RunDirectory) -> PlanMemory | None:
         raise DataError(
             f"{directory.state}: its plan is not one of this program: {error}"
         ) from error
+
+
+def remembered_drains(directory: RunDirectory) -> tuple[InstanceId, ...]:
+    """The servers that an operator took out of routing and has not put back.
+
+    Raises DataError when state.json cannot be read.
+    """
+    state = StateFile(directory.state).load()
+    try:
+        found = () if state is None else state.facts.get(DRAINED_FACT, ())
+        return msgspec.convert(found, tuple[InstanceId, ...])
+    except msgspec.ValidationError as error:
+        raise DataError(f"{directory.state}: {DRAINED_FACT} are no names: {error}") from error
 
 
 def recorded_run_id(directory: RunDirectory) -> RunId | None:

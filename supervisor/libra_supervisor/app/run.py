@@ -14,7 +14,7 @@ from anyio.abc import TaskGroup
 from msgspec.structs import asdict, astuple
 
 from libra import clock
-from libra.ids import ChildId, NodeRank, RunId
+from libra.ids import ChildId, InstanceId, NodeRank, RunId
 from libra.planner.plan import plan_in_words
 from libra.planner.probe import SwitchPlan
 from libra.planner.replan import Replanner
@@ -40,7 +40,12 @@ from libra_supervisor.app.plan_files import PlanFiles, TrainerPlace
 from libra_supervisor.app.probe_judge import ProbeJudge
 from libra_supervisor.app.prompts import Prompts, fingerprints_of
 from libra_supervisor.app.rank_mail import RankMail
-from libra_supervisor.app.recall import RunMemory, record_run_id, recorded_run_id
+from libra_supervisor.app.recall import (
+    RunMemory,
+    record_run_id,
+    recorded_run_id,
+    remembered_drains,
+)
 from libra_supervisor.app.replan_desk import DeskPorts, ReplanDesk
 from libra_supervisor.app.replicas import Replicas
 from libra_supervisor.app.routing import SchedulerRouting, explained_if_debugging
@@ -172,6 +177,8 @@ class Run:
         self._memory = RunMemory(launch.directory, run_id)
         if launch.memory is not None:
             self._memory.remember_plan(launch.memory)
+        self._leave_drained(remembered_drains(launch.directory))
+        self._memory.look_at_drained = self._drained
         self._spans = span_writer(launch.config, launch.directory, run_id)
         self._tracer = Tracer(self._spans)
         self._scheduler = Scheduler(
@@ -406,6 +413,19 @@ class Run:
         self._tracer.on_event(event)
         if self._replans is not None:
             self._replans.on_event(event)
+
+    def _leave_drained(self, instance_ids: tuple[InstanceId, ...]) -> None:
+        """What an operator took out of routing before this supervisor began stays out of it."""
+        pool = self._control.pool
+        kept = [it for it in instance_ids if it in pool]
+        for instance_id in kept:
+            pool.on_drain_requested(instance_id, now=clock.now())
+        if kept:
+            _log.info("drained_before", instances=kept)
+
+    def _drained(self) -> tuple[InstanceId, ...]:
+        members = self._control.pool.members
+        return tuple(it.instance_id for it in members if it.is_drained_by_operator)
 
     def _execute(self, executor: Executor, command: Command) -> None:
         self._tracer.on_command(command)

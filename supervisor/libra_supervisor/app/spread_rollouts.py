@@ -11,6 +11,7 @@ from typing import Final, Never, assert_never
 import anyio
 import msgspec
 
+from libra import clock
 from libra.errors import PeerError
 from libra.ids import GroupId, InstanceId, NodeRank
 from libra.rollouts.evaluation import is_evaluated
@@ -35,11 +36,16 @@ from libra_supervisor.rollouts.runner import Post, RolloutRunner, SampleEvent
 from libra_supervisor.rollouts.spread import Again, Drop, Make, Spread, SpreadCommand
 
 _JOBS_PER_TERM: Final = 1 << 32
+_FIRST_PAUSE_S: Final = 10.0
+_LONGEST_PAUSE_S: Final = 600.0
+"""Before a node that could not make any trajectories is asked again."""
+
+_PAUSE_LOOK_S: Final = 1.0
 
 _log = get_log()
 
 
-class NodePart(msgspec.Struct):
+class NodePart(msgspec.Struct, kw_only=True):
     """What a node that was asked to take part has said."""
 
     read: int = -1
@@ -48,6 +54,12 @@ class NodePart(msgspec.Struct):
     num_requests: Mapping[InstanceId, int] = {}
     why_not: str = ""
     """It makes nothing; empty: it does, or is getting ready."""
+
+    has_other_data: bool = False
+    pause_s: float
+    """Until it is asked again, when it cannot."""
+
+    waited_s: float = 0.0
 
 
 class SpreadRollouts:
@@ -103,6 +115,7 @@ class SpreadRollouts:
         """Pass on what the others say, and tell them of servers; until cancelled."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._tell_roster)
+            tasks.start_soon(self._ask_again)
             await self._pass_on()
 
     async def _pass_on(self) -> Never:
@@ -173,13 +186,7 @@ class SpreadRollouts:
     def on_joined(self, node: NodeRank) -> None:
         if not self._own:
             return  # it is asked when there is something to make
-        self._parts[node] = NodePart()
-        order = wire.TakePart(
-            token_file=str(self._token_file),
-            kv_capacity_by_tp=self._kv_capacity_by_tp,
-            servers=self._roster.whole(),
-        )
-        self._tell(node, order)
+        self._ask(node, NodePart(pause_s=_FIRST_PAUSE_S))
 
     def on_suspected(self, node: NodeRank) -> None:
         self._spread.on_silent(node)
@@ -253,23 +260,43 @@ class SpreadRollouts:
 
     # Parts
 
+    def _ask(self, node: NodeRank, part: NodePart, *, reads_anew: bool = False) -> None:
+        self._parts[node] = part
+        order = wire.TakePart(
+            token_file=str(self._token_file),
+            kv_capacity_by_tp=self._kv_capacity_by_tp,
+            servers=self._roster.whole(),
+            reads_anew=reads_anew,
+        )
+        self._tell(node, order)
+
+    async def _ask_again(self) -> Never:
+        """What kept a node from making any may have been mended."""
+        while True:
+            await clock.sleep(_PAUSE_LOOK_S)
+            for node, part in tuple(self._parts.items()):
+                if not part.why_not:
+                    continue
+                part.waited_s += _PAUSE_LOOK_S
+                if part.waited_s >= part.pause_s:
+                    longer = NodePart(pause_s=min(_LONGEST_PAUSE_S, 2 * part.pause_s))
+                    self._ask(node, longer, reads_anew=part.has_other_data)
+
     def _on_able(self, node: NodeRank, fingerprints: tuple[str, ...]) -> None:
         if fingerprints != self._fingerprints:
-            self._on_unable(node, "its data are not those of the leader")
+            self._on_unable(node, "its data are not those of the leader", has_other_data=True)
             return
         _log.info("node_makes_trajectories", node=node)
         self._spread.on_able(node)
 
-    def _on_unable(self, node: NodeRank, reason: str) -> None:
-        _log.error("node_makes_no_trajectories", node=node, why=reason)
-        self._parts[node] = NodePart(why_not=reason)
+    def _on_unable(self, node: NodeRank, reason: str, *, has_other_data: bool = False) -> None:
+        pause_s = self._parts[node].pause_s if node in self._parts else _FIRST_PAUSE_S
+        _log.error("node_makes_no_trajectories", node=node, why=reason, again_in_s=pause_s)
+        self._parts[node] = NodePart(why_not=reason, has_other_data=has_other_data, pause_s=pause_s)
         self._take_back(node)
 
     def _take_back(self, node: NodeRank) -> None:
         """It makes nothing any more: others make what is left."""
-        if node in self._parts:
-            part = self._parts[node]
-            part.read, part.num_requests = -1, {}
         self._pieces.pop(node, None)
         makes = self._spread.on_gone(node)
         if makes:
@@ -339,6 +366,8 @@ class SpreadRollouts:
             self._hear(self._spread.on_failed(node, piece.job, piece.sample, failure))
             return
         self._hear(self._spread.on_finished(node, piece.job, trajectory))
+        if (part := self._parts.get(node)) is not None:
+            part.pause_s = _FIRST_PAUSE_S
         for instance_id in set(trajectory.instance_ids):
             self._note_served(instance_id)
 

@@ -167,10 +167,9 @@ def _add_trace(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 
 def _rank(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} is no node; they count from 0")
-    return number
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no node; they are numbers, from 0")
+    return int(text)
 
 
 def _positive(text: str) -> int:

@@ -1,5 +1,6 @@
 """Verbs that talk to a running control plane over its Unix socket."""
 
+import os
 import sys
 from argparse import Namespace
 from http.client import HTTPConnection, HTTPException
@@ -12,7 +13,7 @@ from libra.errors import PeerError, SiteError
 from libra.wire.api import PlanOrder, StatusSnapshot, VerbReply, VerbRequest
 from libra_supervisor.display.status import status_text
 from libra_supervisor.process.peer import connect
-from libra_supervisor.run_directory import RunDirectory
+from libra_supervisor.run_directory import RunDirectory, in_words, last_holder
 
 RUNS = Path("runs")
 TIMEOUT_S = 10.0
@@ -109,15 +110,33 @@ def _call(
     try:
         connection.request(method, path, body=body or None)
         return connection.getresponse().read()
-    except (FileNotFoundError, ConnectionRefusedError):
-        raise SiteError(
-            f"no control plane is running in {directory.root} "
-            f"({directory.control_socket.name} does not answer)"
-        ) from None
+    except FileNotFoundError:
+        raise SiteError(_nobody(directory)) from None
+    except ConnectionRefusedError:
+        # As on every machine but the leader's, where a shared run directory shows its socket.
+        raise SiteError(f"{_nobody(directory)}{_elsewhere(directory)}") from None
     except (OSError, HTTPException) as error:
         raise PeerError(f"the control plane of {directory.root} did not answer: {error}") from error
     finally:
         connection.close()
+
+
+def _nobody(directory: RunDirectory) -> str:
+    return (
+        f"no control plane is running in {directory.root} "
+        f"({directory.control_socket.name} does not answer)"
+    )
+
+
+def _elsewhere(directory: RunDirectory) -> str:
+    """Where to ask instead; empty when the run was last led from this machine."""
+    holder = last_holder(directory)
+    if holder is None or holder.host == os.uname().nodename:
+        return ""
+    return (
+        f" on this machine, {os.uname().nodename}: the run was last led by {in_words(holder)}, "
+        "where the same command gets its answer"
+    )
 
 
 class _UnixConnection(HTTPConnection):

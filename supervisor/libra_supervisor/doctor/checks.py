@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from libra.config.run import RunConfig
+from libra.ids import NodeRank
 from libra.planner.plan import Plan
 from libra_supervisor.doctor import probes
 from libra_supervisor.doctor.findings import (
@@ -27,28 +28,44 @@ def check_site(
     device: Literal["cpu", "cuda"],
     directory: Path,
     *,
+    host: str = LOOPBACK,
     held: Held = NOTHING,
 ) -> list[Finding]:
-    """Packages, the reward, memory, disk and ports, every one of them, whether it is fine or not.
+    """Everything that the first node has to have, whether it is fine or not.
 
-    Of a run over several nodes: what the first of them has to have, since that is where we are.
-    `held` is what the run itself has from an earlier supervisor, and counts as available.
+    `host` is where servers listen. `held` is what the run itself has from an earlier supervisor,
+    and counts as available.
     """
-    num_parameters = stored_parameters(Path(config.model.model_path))
-    findings = [*probes.package_findings(), probes.reward_finding(config.data.reward)]
-    if device == "cpu":
-        needed = host_memory_bytes(_host_demand(config, plan, num_parameters))
-        available = probes.available_memory_bytes() + held.num_bytes
-        findings.append(memory_finding(needed_bytes=needed, available_bytes=available))
+    findings = check_node(config, plan, device, node=NodeRank(0), host=host, held=held)
+    findings.append(probes.reward_finding(config.data.reward))
     findings.append(
         disk_finding(
             directory=str(directory),
-            needed_bytes=_disk_bytes(config, num_parameters),
+            needed_bytes=_disk_bytes(config),
             free_bytes=probes.free_disk_bytes(directory),
         )
     )
-    findings += _port_findings(config, plan, held.ports)
+    if config.api.api_port:
+        findings.append(probes.port_finding(config.api.api_host, config.api.api_port, "api_port"))
     return findings
+
+
+def check_node(
+    config: RunConfig,
+    plan: Plan,
+    device: Literal["cpu", "cuda"],
+    *,
+    node: NodeRank,
+    host: str,
+    held: Held = NOTHING,
+) -> list[Finding]:
+    """What any node has to have for its part of the plan: packages, memory, ports."""
+    findings = probes.package_findings()
+    if device == "cpu":
+        needed = host_memory_bytes(_host_demand(config, plan, node))
+        available = probes.available_memory_bytes() + held.num_bytes
+        findings.append(memory_finding(needed_bytes=needed, available_bytes=available))
+    return findings + _port_findings(config, plan, node, host, held.ports)
 
 
 def stored_parameters(model: Path) -> int:
@@ -60,35 +77,37 @@ def stored_parameters(model: Path) -> int:
     return num_bytes // 2
 
 
-def _host_demand(config: RunConfig, plan: Plan, num_parameters: int) -> HostDemand:
+def _host_demand(config: RunConfig, plan: Plan, node: NodeRank) -> HostDemand:
     dtype = config.rollout.rollout_dtype
     resolved = config.training.train_dtype if dtype == "auto" else dtype
     return HostDemand(
-        num_parameters=num_parameters,
-        num_ranks=sum(not plan.train.node_of_rank(rank) for rank in range(plan.train.world_size)),
+        num_parameters=stored_parameters(Path(config.model.model_path)),
+        num_ranks=sum(
+            plan.train.node_of_rank(rank) == node for rank in range(plan.train.world_size)
+        ),
         model_parallel_size=plan.train.tp * plan.train.pp,
-        num_instances=sum(1 for it in plan.instances if it.slots and not it.node),
-        num_workers=sum(len(it.slots) for it in plan.instances if not it.node),
+        num_instances=sum(1 for it in plan.instances if it.slots and it.node == node),
+        num_workers=sum(len(it.slots) for it in plan.instances if it.node == node),
         engine_bytes_per_parameter=BYTES_OF_DTYPE[resolved],
         kv_cache_bytes_per_worker=config.rollout.rollout_kv_cache_bytes or CPU_KV_CACHE_BYTES,
     )
 
 
-def _disk_bytes(config: RunConfig, num_parameters: int) -> int:
+def _disk_bytes(config: RunConfig) -> int:
     """keep_last checkpoints and published versions, and one more of each while it is written."""
     per_version = 4 + CHECKPOINT_BYTES_PER_PARAMETER
+    num_parameters = stored_parameters(Path(config.model.model_path))
     return (config.control.keep_last + 1) * num_parameters * per_version
 
 
-def _port_findings(config: RunConfig, plan: Plan, held: frozenset[int]) -> list[Finding]:
-    findings = []
+def _port_findings(
+    config: RunConfig, plan: Plan, node: NodeRank, host: str, held: frozenset[int]
+) -> list[Finding]:
     base = config.rollout.rollout_port_base
-    if base:
-        findings += [
-            probes.port_finding(LOOPBACK, base + index, "rollout_port_base")
-            for index, instance in enumerate(plan.instances)
-            if instance.slots and not instance.node and base + index not in held
-        ]
-    if config.api.api_port:
-        findings.append(probes.port_finding(config.api.api_host, config.api.api_port, "api_port"))
-    return findings
+    if not base:
+        return []
+    return [
+        probes.port_finding(host, base + index, "rollout_port_base")
+        for index, instance in enumerate(plan.instances)
+        if instance.slots and instance.node == node and base + index not in held
+    ]

@@ -1,5 +1,7 @@
 """What a check found, and the arithmetic of memory and disk. Pure."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 GIB = 2**30
@@ -74,6 +76,22 @@ def disk_finding(*, directory: str, needed_bytes: int, free_bytes: int) -> Findi
         detail=f"about {_size(needed_bytes)} needed in {directory}, {_size(free_bytes)} free",
         advice="" if ok else "free space, lower keep_last, or choose another --run-dir",
     )
+
+
+def devices_finding(*, num_slots: int, devices: tuple[str, ...]) -> Finding:
+    ok = num_slots <= len(devices)
+    return Finding(
+        check="CUDA devices",
+        ok=ok,
+        detail=f"the plan uses {num_slots} GPUs here, and {len(devices)} are visible "
+        f"({', '.join(devices) or 'none'})",
+        advice="" if ok else "see CUDA_VISIBLE_DEVICES and hardware.gpus_per_node",
+    )
+
+
+def refusals(findings: Sequence[Finding]) -> tuple[str, ...]:
+    """What stands in the way, and what to do about each."""
+    return tuple(f"{it.check}: {it.detail}; {it.advice}" for it in findings if not it.ok)
 
 
 def _size(num_bytes: int) -> str:

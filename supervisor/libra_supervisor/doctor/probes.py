@@ -61,19 +61,19 @@ def reward_finding(name: str) -> Finding:
 
 def port_finding(host: str, port: int, key: str) -> Finding:
     """Try to bind `port`, which must be free at this moment."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            why = "is in use" if error.errno == errno.EADDRINUSE else f"fails: {error.strerror}"
-            return Finding(
-                check=f"port {port}",
-                ok=False,
-                detail=f"{key}: {host}:{port} {why}",
-                advice=f"end what listens there (ss -ltnp 'sport = :{port}') or change {key}",
-            )
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        why = "is in use" if error.errno == errno.EADDRINUSE else f"fails: {error.strerror}"
+        return Finding(
+            check=f"port {port}",
+            ok=False,
+            detail=f"{key}: {host}:{port} {why}",
+            advice=f"end what listens there (ss -ltnp 'sport = :{port}') or change {key}",
+        )
     return Finding(check=f"port {port}", ok=True, detail=f"{key}: {host}:{port} is free")
 
 

@@ -4,6 +4,7 @@ An error in an effect is not swallowed: it leaves its task, ends the root task g
 the run, unless the effect's own answer can say it (a reload that was not delivered).
 """
 
+import shutil
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from libra.pools.hybrid import BegunStep
 from libra.rollouts.batch import BatchShape, shard
 from libra.rollouts.group import CompleteGroup
 from libra.storage.arrival import when_visible
-from libra.storage.atomic import discard_directory
+from libra.storage.atomic import PARTIAL_SUFFIX, discard_directory
 from libra.storage.checkpoints import list_complete_checkpoints
 from libra.storage.manifests import verify_announced
 from libra.storage.receipt import SETTLE_S
@@ -404,15 +405,20 @@ class Executor:
 
     async def _take_snapshot(self, command: commands.TakeSnapshot, is_told: anyio.Event) -> None:
         directory = Path(command.directory)
-        await anyio.to_thread.run_sync(_discard_if_there, directory, limiter=self._files)
+        await anyio.to_thread.run_sync(_discard_snapshot, directory, limiter=self._files)
         self._ports.ranks.tell_all(
             command.attempt,
-            SaveCheckpoint(step=command.step, directory=command.directory, rollout_state=b""),
+            SaveCheckpoint(
+                step=command.step,
+                directory=command.directory,
+                rollout_state=b"",
+                is_snapshot=True,
+            ),
         )
         self._told(is_told)
 
     async def _drop_snapshot(self, directory: Path) -> None:
-        await anyio.to_thread.run_sync(_discard_if_there, directory, limiter=self._files)
+        await anyio.to_thread.run_sync(_discard_snapshot, directory, limiter=self._files)
 
     def _new_save(self) -> anyio.Event:
         self._untold_saves.append(anyio.Event())
@@ -502,6 +508,13 @@ def _discard_if_there(directory: Path) -> None:
         except OSError as error:
             raise SiteError(f"{directory} cannot be removed: {error.strerror}") from error
         _say_left(left)
+
+
+def _discard_snapshot(directory: Path) -> None:
+    """And what is left of one that a core did not finish."""
+    _discard_if_there(directory)
+    for unfinished in directory.parent.glob(f".{directory.name}*{PARTIAL_SUFFIX}"):
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _retire(directory: Path) -> None:

@@ -98,7 +98,7 @@ def _on_probe_judged(state: RunState, event: events.ProbeJudged) -> tuple[Comman
     match event.verdict:
         case "kept":
             if state.nodes is not None and state.probe.forced is not None:
-                state.nodes.known_to_fit.add(state.probe.forced.layout)
+                state.nodes.note_fit(state.probe.forced)
             state.probe.on_kept()
             return (said,)
         case "refused":

@@ -149,7 +149,10 @@ class HybridDesk:
         """Whether this is no checkpoint of the run, but a state for replicas."""
         return Path(directory).parent == Path(self.terms.directory)
 
-    def on_snapshot_saved(self, step: int) -> Done:
+    def on_snapshot_saved(self, step: int, error: str = "") -> Done:
+        """`error`: why there is none."""
+        if error:
+            return self._carried_out(self.pool.on_not_saved(step, error))
         return self._carried_out(self.pool.on_saved(step))
 
     def on_step_begins(

@@ -67,7 +67,7 @@ def on_saved(state: RunState, said: CheckpointSaved, at: Moment) -> tuple[Comman
     """What follows from a snapshot; None when it is a checkpoint of the run."""
     if state.hybrids is None or not state.hybrids.is_snapshot(said.directory):
         return None
-    return _told(state, state.hybrids.on_snapshot_saved(said.step), at)
+    return _told(state, state.hybrids.on_snapshot_saved(said.step, said.error), at)
 
 
 def on_trained(state: RunState, said: StepTrained, at: Moment) -> tuple[Command, ...]:

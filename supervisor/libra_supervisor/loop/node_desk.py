@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from libra.ids import InstanceId, NodeRank
-from libra.planner.plan import Plan, Slot
+from libra.planner.plan import Plan, Slot, TrainPlacement
 from libra.planner.without_nodes import Gone, Lack, Terms, is_same, plan_without
 
 Move: TypeAlias = Literal["loss", "servers", "training"]
@@ -30,6 +30,9 @@ class NodePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     retry_s: float
     """After a change that came to nothing, until it is tried again."""
+
+    micro_batch_size: int
+    """Of a layout that leaves it to the configuration."""
 
 
 class NodeDesk:
@@ -57,7 +60,7 @@ class NodeDesk:
         self._given_up: set[InstanceId] = set()
         self._not_before: dict[Move, float] = {}
         self._begun: tuple[Move, Plan] | None = None
-        self.known_to_fit: set[tuple[int, ...]] = {policy.home.train.layout}
+        self._known_to_fit = {self._layout(policy.home.train)}
         """Layouts of the core that were probed, or planned with."""
 
         self.refused: frozenset[tuple[int, ...]] = frozenset()
@@ -97,6 +100,14 @@ class NodeDesk:
             found = plan_without(self.home, gone, terms)
             self._found = (self.home, gone, found)
         return self._found[2]
+
+    def is_known_to_fit(self, train: TrainPlacement) -> bool:
+        """Whether its layout was probed or planned with, wherever that was."""
+        return self._layout(train) in self._known_to_fit
+
+    def note_fit(self, train: TrainPlacement) -> None:
+        """Its recompute probe fits."""
+        self._known_to_fit.add(self._layout(train))
 
     def refuse(self, layout: tuple[int, ...]) -> None:
         """A core of this layout does not fit: neither on these devices nor on others."""
@@ -139,6 +150,11 @@ class NodeDesk:
         if self.lack:
             return f"the run waits for it: {self.lack}"
         return "the run does not count on it yet" if node in self._here else WITHOUT_IT
+
+    def _layout(self, train: TrainPlacement) -> tuple[int, ...]:
+        """With the micro-batch that a plan leaves to the configuration."""
+        size = train.micro_batch_size or self.policy.micro_batch_size
+        return msgspec.structs.replace(train, micro_batch_size=size).layout
 
     def _wait_s(self, node: NodeRank) -> float:
         policy = self.policy

@@ -107,7 +107,7 @@ def orders_for(  # noqa: C901, PLR0911, PLR0912, PLR0915 - a table
 def _note_layout(state: RunState, placement: TrainPlacement) -> None:
     """A layout that the loss of a node forces on the run is probed before it trains."""
     change, desk = state.plans.change, state.nodes
-    is_known = desk is None or placement.layout in desk.known_to_fit
+    is_known = desk is None or desk.is_known_to_fit(placement)
     is_forced = change is not None and change.order.cause == "node_lost"
     if is_forced and not is_known and state.policy.num_probes:
         state.probe.on_forced_layout(placement)

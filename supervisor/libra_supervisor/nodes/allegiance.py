@@ -62,6 +62,11 @@ class Allegiance:
         return self._term
 
     @property
+    def leader(self) -> str:
+        """Who leads in that term; empty when this process has obeyed nobody yet."""
+        return self._leader
+
+    @property
     def session_id(self) -> str:
         """Empty: none is open."""
         return self._session_id

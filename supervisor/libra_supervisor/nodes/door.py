@@ -1,6 +1,7 @@
 """Who comes to the leader's port and has not shown the token: few at a time, and not for long."""
 
 import asyncio
+import logging
 import socket
 import ssl
 from collections import deque
@@ -9,6 +10,7 @@ from typing import Final
 import anyio
 import anyio.abc
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from libra import clock
 from libra.tracing.log import get_log
@@ -18,8 +20,53 @@ PROOF_WAIT_S: Final = 10.0
 
 MOST_STRANGERS: Final = 64
 _PAUSE_S: Final = 0.1
+_LINE_PERIOD_S: Final = 10.0
+_SERVER_LOG: Final = "aiohttp.server"
+
+_NO_TLS: Final = "it speaks TLS, which needs node_tls_cert and node_tls_key here"
+_NO_TLS_THERE: Final = "it speaks no TLS; a follower needs node_tls_ca"
+_NO_HANDSHAKE: Final = (
+    "it left the TLS handshake: a follower does where its node_tls_ca did not sign node_tls_cert, "
+    "or that names another host than nodes does"
+)
+_PLAIN: Final = ("HTTP_REQUEST", "WRONG_VERSION_NUMBER")
+"""What OpenSSL calls a peer without TLS."""
 
 _log = get_log()
+
+
+class StrangersLine(logging.Handler):
+    """One line now and then for what comes to the port and is no follower's.
+
+    As a handler: of what the HTTP server has to say of it. Anything else goes where it would.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._not_before = 0.0
+        self._num_unsaid = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            no_request = f"it sent no request: {type(error).__name__}"
+            self.say(_NO_TLS if _begins_tls(error) else no_request)
+        elif record.levelno > logging.DEBUG:
+            logging.getLogger(_SERVER_LOG).handle(record)
+
+    def say(self, why: str) -> None:
+        now = clock.now()
+        if now < self._not_before:
+            self._num_unsaid += 1
+            return
+        _log.warning("node_port_stranger", why=why, others=self._num_unsaid)
+        self._not_before, self._num_unsaid = now + _LINE_PERIOD_S, 0
+
+    def logger(self) -> logging.Logger:
+        """For the HTTP server."""
+        logger = logging.Logger(_SERVER_LOG, logging.DEBUG)  # noqa: LOG001 - of this port alone
+        logger.addHandler(self)
+        return logger
 
 
 class _Stranger:
@@ -49,8 +96,10 @@ class Door:
         *,
         tls: ssl.SSLContext | None,
         most_strangers: int = MOST_STRANGERS,
+        line: StrangersLine | None = None,
     ) -> None:
         self._server = server
+        self._line = line or StrangersLine()
         self._tls = tls
         self._most_strangers = most_strangers
         self._waiting: deque[_Stranger] = deque()
@@ -107,8 +156,11 @@ class Door:
                     protocol, connection, ssl=self._tls
                 )
                 await stranger.proved.wait()
-        except OSError:
+        except OSError as error:
             # Its handshake came to nothing.
+            if self._tls is not None:
+                is_plain = isinstance(error, ssl.SSLError) and error.reason in _PLAIN
+                self._line.say(_NO_TLS_THERE if is_plain else _NO_HANDSHAKE)
             connection.close()
         finally:
             self._forget(stranger)
@@ -120,3 +172,8 @@ class Door:
             self._waiting.remove(stranger)
         if stranger.protocol is not None:
             del self._of_protocol[stranger.protocol]
+
+
+def _begins_tls(error: HttpProcessingError) -> bool:
+    """Whether what was no request is the beginning of a TLS handshake."""
+    return "HTTPS traffic" in error.message

@@ -6,7 +6,7 @@ await end.run()          # until a leader refuses us for good
 """
 
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from random import Random
 from typing import Final, Protocol, TypeAlias
 
@@ -14,11 +14,11 @@ import anyio
 import msgspec
 
 from libra import clock
-from libra.errors import ConfigError, OverloadedError, PeerError, ungrouped
+from libra.errors import ConfigError, OverloadedError, PeerError, SiteError, ungrouped
 from libra.ids import ChildId
 from libra.tracing.log import get_log
 from libra.wire.decoding import decoded
-from libra.wire.node import NodeCommand, NodeEvent, Welcome
+from libra.wire.node import NodeCommand, NodeEvent, Unfit, Welcome
 from libra_supervisor.nodes.allegiance import Allegiance, Opened, SessionOver, TurnedAway
 from libra_supervisor.nodes.connection import Connection, received_envelope, received_reply
 from libra_supervisor.nodes.lease import Standing
@@ -43,7 +43,10 @@ class Hands(Protocol):
         """What runs here."""
 
     async def begin(self, welcome: Welcome) -> None:
-        """A new session: what is done from here on is done under that leader."""
+        """A new session: what is done from here on is done under that leader.
+
+        Raises SiteError when this node cannot do its part of the run.
+        """
 
     async def obey(self, command: NodeCommand) -> None:
         """Begin what is asked for. Long work goes on beside: `let_go` waits for this."""
@@ -92,7 +95,7 @@ class FollowerEnd:
     async def run(self) -> None:
         """Belong to the leader for as long as the process runs.
 
-        Raises ConfigError when it refuses us for good.
+        Raises ConfigError when it refuses us for good, SiteError when this node cannot do its part.
         """
         with ungrouped():
             await self._run()
@@ -157,12 +160,24 @@ class FollowerEnd:
         _log.info("joined", term=welcome.term, session=welcome.session, is_new=is_new)
         if is_new:
             async with self._acting:
-                await self._hands.begin(welcome)
+                try:
+                    await self._hands.begin(welcome)
+                except SiteError as error:
+                    await self._take_leave(connection, str(error))
+                    raise
         self._heard_at = clock.now()
         self._outgoing = Outgoing(connection, lambda: self._allegiance.beat(now=clock.now()))
         # What was said since the leader's answer waits too.
         self._outgoing.add(*self._allegiance.to_send())
         self._outgoing.owe()
+
+    async def _take_leave(self, connection: Connection, reason: str) -> None:
+        """Have the leader know why; it ends the session then."""
+        envelope = self._allegiance.put(msgspec.msgpack.encode(Unfit(reason)), now=clock.now())
+        with anyio.move_on_after(REPLY_WAIT_S), suppress(PeerError):
+            await connection.send(msgspec.msgpack.encode(envelope))
+            while await connection.receive() is not None:
+                pass
 
     async def _exchange(self, connection: Connection) -> None:
         outgoing = self._outgoing

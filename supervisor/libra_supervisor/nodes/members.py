@@ -5,7 +5,8 @@ certain, by the leader's own clock; until then nothing that it holds is given to
 session that is over is never taken up again: its follower comes back with a new one.
 """
 
-from typing import TypeAlias
+from collections.abc import Mapping
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -15,6 +16,8 @@ from libra.wire.node import PROTOCOL, Envelope, Hello, Refused, Welcome
 from libra_supervisor.nodes.lease import LeaseTerms
 from libra_supervisor.nodes.member_record import NOBODY, MemberRecord, NodeState
 from libra_supervisor.nodes.session import KeepLimits, Session
+
+_MOST_NAMED: Final = 3
 
 
 class NodeJoined(msgspec.Struct, frozen=True):
@@ -63,6 +66,7 @@ class Charter(msgspec.Struct, frozen=True, kw_only=True):
     leader: str
     version: str
     config_digest: str
+    option_digests: Mapping[str, str] = {}
     num_nodes: int
     lease: LeaseTerms
     keep: KeepLimits = msgspec.field(default_factory=KeepLimits)
@@ -237,7 +241,8 @@ class Members:
             not in ("", charter.run_id),
             f"there is no node {hello.node} among {charter.num_nodes}": hello.node
             not in self._records,
-            "its configuration is another one": hello.config_digest != charter.config_digest,
+            _differing(hello.option_digests, charter.option_digests): hello.config_digest
+            != charter.config_digest,
         }
         found = [reason for reason, is_wrong in wrong.items() if is_wrong]
         if found:
@@ -334,6 +339,14 @@ class Members:
     def _move(self, record: MemberRecord, state: NodeState, now: float) -> None:
         if record.state is not state:
             record.state, record.since = state, now
+
+
+def _differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
+    """In which options two configurations differ, in words; values are secrets, maybe."""
+    names = sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name))
+    left = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    said = f" ({', '.join(names[:_MOST_NAMED])}{left})" if names else ""
+    return f"its configuration is another one{said}"
 
 
 def _is_outrun(hello: Hello, newest: Hello | None) -> bool:

@@ -103,6 +103,8 @@ class RemoteNode:
             case wire.StopAsked():
                 if self.on_stop is not None:
                     self.on_stop(event)
+            case wire.Unfit(reason):
+                self._end.expel(self.node, reason)
             case wire.FromRank():
                 if event.link in self._links:
                     self._links[event.link].on_event(event.event)

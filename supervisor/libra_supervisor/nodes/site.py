@@ -113,9 +113,10 @@ def _rank(
         return NodeRank(rank)
     own = [index for index, host in enumerate(hosts) if is_own(host)]
     if len(own) != 1:
-        found = "none of" if not own else f"{' and '.join(hosts[index] for index in own)} of"
+        found = " and ".join(hosts[index] for index in own) or "none"
         raise ConfigError(
-            f"{found} nodes ({', '.join(hosts)}) is this machine; say which one with --node-rank"
+            f"of nodes ({', '.join(hosts)}) {found} {'are' if own else 'is'} this machine; say "
+            "which one with --node-rank"
         )
     return NodeRank(own[0])
 

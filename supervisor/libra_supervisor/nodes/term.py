@@ -1,49 +1,91 @@
 """The leader's term: one more than any that the run directory has seen, written down first.
 
 Whoever takes a term holds the run directory, so of two leaders on one file system the later has the
-higher term, and followers obey no lower one.
+higher term, and followers obey no lower one. In the end the leader adds how the run ended, for
+followers that it cannot reach.
 """
 
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from libra.errors import SiteError
 from libra.storage.atomic import atomic_write
 
 TERM_NAME: Final = "term.json"
+_HIGHEST: Final = 10**15
+_ADVICE: Final = (
+    "A term that is taken twice would give two leaders, so: end every node of the run and write "
+    '{"term": N, "leader": ""} into it, N '
+)
+_OF_RUN: Final = (
+    'being higher than the term of any line "leads" in logs/control.jsonl; or start a new run '
+    "directory"
+)
+_OF_NODE: Final = "being the term in the run directory's own term.json"
 
 
-class TermRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RunEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the leader of the term ended the run."""
+
+    exit_code: int
+    reason: str
+
+
+class TermRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Content of the file."""
 
-    term: int
+    term: Annotated[int, Meta(ge=1, le=_HIGHEST)]
     leader: str
+    end: RunEnd | None = None
 
 
 def take_term(directory: Path, leader: str) -> int:
-    """Begin the next term; only its holder may call this. Durable before it returns."""
+    """Begin the next term; only its holder may call this. Durable before it returns.
+
+    Raises SiteError, as `read_term` does, and when the disk refuses.
+    """
     found = read_term(directory)
     term = 1 if found is None else found.term + 1
-    atomic_write(directory / TERM_NAME, msgspec.json.encode(TermRecord(term, leader)))
+    _write(directory, TermRecord(term, leader))
     return term
+
+
+def end_term(directory: Path, term: int, leader: str, end: RunEnd) -> None:
+    """Write down the end of the run; only the holder of the term may call this."""
+    _write(directory, TermRecord(term, leader, end))
 
 
 def obey_term(directory: Path, term: int, leader: str) -> None:
     """Write down on a follower which term it obeys, before it does."""
-    atomic_write(directory / TERM_NAME, msgspec.json.encode(TermRecord(term, leader)))
+    _write(directory, TermRecord(term, leader))
 
 
 def read_term(directory: Path) -> TermRecord | None:
-    """The newest term; None when there was none. Raises SiteError for a file that is damaged."""
+    """The run's newest term; None when there was none. Raises SiteError for a damaged file."""
+    return _read(directory, _OF_RUN)
+
+
+def obeyed_term(directory: Path) -> TermRecord | None:
+    """The newest term that a node has obeyed, in its own directory; as `read_term`."""
+    return _read(directory, _OF_NODE)
+
+
+def _read(directory: Path, advice: str) -> TermRecord | None:
     path = directory / TERM_NAME
     try:
         return msgspec.json.decode(path.read_bytes(), type=TermRecord)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
-        raise SiteError(
-            f"{path} cannot be read ({error}); a term that is taken twice would give two leaders. "
-            "Write a number above every term in the logs, or start a new run directory"
-        ) from error
+        raise SiteError(f"{path} cannot be read ({error}). {_ADVICE}{advice}") from error
+
+
+def _write(directory: Path, record: TermRecord) -> None:
+    path = directory / TERM_NAME
+    try:
+        atomic_write(path, msgspec.json.encode(record))
+    except OSError as error:
+        raise SiteError(f"cannot write {path}: {error.strerror}") from error

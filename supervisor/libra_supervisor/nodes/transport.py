@@ -4,6 +4,7 @@ The proxy of the environment is ignored: nodes reach each other directly or not 
 """
 
 import ipaddress
+import os
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -19,12 +20,15 @@ from libra.errors import InvariantError, PeerError, SiteError, ungrouped
 from libra.wire.bearer import has_bearer
 from libra.wire.node import MAX_ENVELOPE_BYTES, NODE_PATH
 from libra_supervisor.nodes.connection import Connection
-from libra_supervisor.nodes.door import MOST_STRANGERS, Door
+from libra_supervisor.nodes.door import MOST_STRANGERS, Door, StrangersLine
 
 _CONNECT_S: Final = 5.0
 _CLOSE_S: Final = 1.0
 _UNAUTHORIZED: Final = 401
 _BACKLOG: Final = 1024
+_OTHER_NAME: Final = (62, 64)
+"""OpenSSL's codes for a certificate that names another host or address."""
+
 _CLOSED: Final = (
     aiohttp.WSMsgType.CLOSE,
     aiohttp.WSMsgType.CLOSING,
@@ -119,9 +123,11 @@ async def node_listener(
 
     application = web.Application()
     application.add_routes([web.get(NODE_PATH, link)])
+    line = StrangersLine()
     runner = web.AppRunner(
         application,
         access_log=None,
+        logger=line.logger(),
         handle_signals=False,
         shutdown_timeout=_CLOSE_S,
         handler_cancellation=True,
@@ -132,7 +138,8 @@ async def node_listener(
         for it in listener.listeners
     ]
     await runner.setup()
-    door = Door(_server_of(runner), tls=tls, most_strangers=MOST_STRANGERS + num_followers)
+    most = MOST_STRANGERS + num_followers
+    door = Door(_server_of(runner), tls=tls, most_strangers=most, line=line)
     try:
         with ungrouped():
             async with anyio.create_task_group() as tasks:
@@ -182,11 +189,42 @@ async def dialled(
         except aiohttp.WSServerHandshakeError as error:
             raise PeerError(_why_refused(host, port, error)) from error
         except (OSError, aiohttp.ClientError) as error:
-            raise PeerError(f"no leader at {host} port {port}: {error}") from error
+            raise PeerError(_why_nobody(f"{host} port {port}", error)) from error
         try:
             yield SocketConnection(socket)
         finally:
             await socket.close()
+
+
+def _why_nobody(where: str, error: Exception) -> str:
+    """What went wrong before anybody answered as a leader does."""
+    match error:
+        case aiohttp.ClientConnectorCertificateError():
+            found = error.certificate_error
+            if isinstance(found, ssl.CertificateError) and found.verify_code in _OTHER_NAME:
+                return (
+                    f"the certificate of the leader at {where} names another host than nodes does"
+                )
+            why = getattr(found, "verify_message", found)
+            return f"node_tls_ca did not sign the certificate of the leader at {where}: {why}"
+        case aiohttp.ClientConnectorSSLError():
+            return (
+                f"whoever answers at {where} speaks no TLS: a leader needs node_tls_cert and "
+                f"node_tls_key where followers have node_tls_ca ({error.os_error})"
+            )
+        case aiohttp.ServerDisconnectedError() | ConnectionResetError():
+            return (
+                f"whoever answers at {where} closed the connection: a leader with node_tls_cert "
+                "does so where a follower has no node_tls_ca"
+            )
+        case aiohttp.ClientConnectorError():
+            number = error.os_error.errno
+            why = os.strerror(number) if number and number > 0 else str(error.os_error)
+            return f"no leader at {where}: {why}"
+        case aiohttp.ConnectionTimeoutError():
+            return f"no leader at {where}: no answer within {_CONNECT_S:g} s"
+        case _:
+            return f"no leader at {where}: {error}"
 
 
 def _why_refused(host: str, port: int, error: aiohttp.WSServerHandshakeError) -> str:

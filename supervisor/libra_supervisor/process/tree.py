@@ -89,6 +89,7 @@ class Tree:
         self._cgroup = cgroup
         self._known: set[tuple[int, int]] = {(leader.pid, leader.start_ticks)}
         self._segments: frozenset[str] = frozenset()
+        self._was_asked = False
 
     def add_root(self, identity: ProcessIdentity) -> None:
         """Count another process as part of the tree: a rank that made its own session."""
@@ -125,8 +126,13 @@ class Tree:
         )
 
     async def _ask(self, deadlines: StopDeadlines, hurry: anyio.Event) -> bool:
-        """SIGTERM once and wait; True when the leader is gone within the grace."""
-        await self._kernel.signal([self._leader_row()], signal.SIGTERM)
+        """SIGTERM and wait; True when the leader is gone within the grace.
+
+        Who ends a tree that somebody else is ending sends no second one.
+        """
+        if not self._was_asked:
+            self._was_asked = True
+            await self._kernel.signal([self._leader_row()], signal.SIGTERM)
         # A stopped process acts on SIGTERM only once it continues.
         await self._kernel.signal([self._leader_row()], signal.SIGCONT)
         is_gone = False

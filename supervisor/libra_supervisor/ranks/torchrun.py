@@ -201,6 +201,7 @@ def _environment(site: GangSite, attempt: Attempt) -> dict[str, str]:
     env |= {
         "LIBRA_CONTROL": attempt.control_socket,
         "LIBRA_ATTEMPT": str(attempt.number),
+        "LIBRA_ATTEMPT_ID": attempt.incarnation,
         "LIBRA_GANG": site.child_id,
         # The agent's bound store is the ranks' store: this is what holds MASTER_PORT.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",

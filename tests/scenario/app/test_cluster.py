@@ -3,6 +3,7 @@
 import os
 from contextlib import asynccontextmanager
 from math import inf
+from threading import Event
 
 import anyio
 import msgspec
@@ -18,10 +19,10 @@ from libra.wire.node import PROTOCOL, Envelope, Hello, KeepOnly, Leave, NodeComm
 from libra_supervisor import events
 from libra_supervisor.app import cluster as cluster_module
 from libra_supervisor.app.cluster import Cluster
-from libra_supervisor.app.following import config_digest
+from libra_supervisor.app.shared_config import config_digest
 from libra_supervisor.instances.port_lease import lease_port
 from libra_supervisor.nodes.site import Site
-from libra_supervisor.nodes.term import take_term
+from libra_supervisor.nodes.term import RunEnd, TermRecord, read_term, take_term
 from libra_supervisor.nodes.transport import dialled
 from libra_supervisor.run_directory import RunDirectory
 
@@ -119,3 +120,40 @@ async def test_a_leader_whose_term_is_gone_from_the_disk_says_so(tmp_path):
         f"{tmp_path}/term.json, which says that this process (term 1, pid {os.getpid()}) leads, is "
         "gone: somebody removed it or the run directory, and another leader may have begun"
     )
+
+
+async def test_who_joins_while_the_others_are_dismissed_is_dismissed_too(tmp_path):
+    bed = Bed(tmp_path)
+    async with bed.cluster.running(), bed.member(1) as first, anyio.create_task_group() as tasks:
+        tasks.start_soon(bed.cluster.dismiss, 0, "all steps are trained")
+        assert await said(first) == (1, KeepOnly(()))
+        assert await said(first) == (2, Leave(0, "all steps are trained"))
+        async with bed.member(2) as late:
+            assert await said(late) == (1, KeepOnly(()))
+            assert await said(late) == (2, Leave(0, "all steps are trained"))
+            for connection in (first, late):
+                await connection.send(msgspec.msgpack.encode(Envelope(2, 1)))
+    record = read_term(tmp_path)
+    assert record.end == RunEnd(0, "all steps are trained")
+    # A run that is resumed is not over.
+    take_term(tmp_path, "another")
+    assert read_term(tmp_path).end is None
+
+
+async def test_a_leader_that_was_replaced_ends_nobody_s_run(tmp_path):
+    bed = Bed(tmp_path)
+    take_term(tmp_path, "another")
+    await bed.cluster.dismiss(5, "taken over")
+    assert read_term(tmp_path) == TermRecord(2, "another")
+
+
+async def test_a_disk_that_hangs_holds_up_no_dismissal(tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster_module, "_DISMISS_S", 0.2)
+    bed, hangs = Bed(tmp_path), Event()
+    monkeypatch.setattr(cluster_module, "end_term", lambda *_: hangs.wait(60))
+    async with bed.cluster.running(), bed.member(1) as member:
+        with anyio.fail_after(20):
+            await bed.cluster.dismiss(0, "all steps are trained")
+        assert await said(member) == (1, KeepOnly(()))
+        assert await said(member) == (2, Leave(0, "all steps are trained"))
+    hangs.set()

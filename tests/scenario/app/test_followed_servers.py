@@ -55,6 +55,7 @@ async def followed():
     found = Followed()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(found.servers.run)
+        await anyio.wait_all_tasks_blocked()
         yield found
         tasks.cancel_scope.cancel()
 
@@ -83,6 +84,19 @@ async def test_servers_come_change_and_go_with_what_the_leader_says():
                 ask("vllm-9")
         with pytest.raises(PeerError, match="no part of the run"):
             found.servers.client_of("vllm-0")
+
+
+async def test_a_server_of_unknown_capacity_is_routed_to_and_its_figure_may_come_later():
+    async with followed() as found:
+
+        def capacity():
+            (view,) = found.scheduler.instances(clock.now())
+            return view.removed_by, view.kv_capacity_tokens
+
+        await found.say(entry("vllm-0", kv_capacity_tokens=None))
+        assert capacity() == (None, None)
+        await found.say(entry("vllm-0", kv_capacity_tokens=1000))
+        assert capacity() == (None, 1000)
 
 
 async def test_what_was_said_before_it_ran_is_taken_in_when_it_does():

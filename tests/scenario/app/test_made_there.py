@@ -14,6 +14,7 @@ from libra.tracing.chrome import read_trace, trace_files
 from libra.tracing.span import Phase
 from libra.wire import node as node_wire
 from libra_supervisor.app import node_making
+from libra_supervisor.app import spread_rollouts as spread_module
 from libra_supervisor.events import SampleFinished, SampleGaveUp, SampleProgressed, SampleStarted
 from libra_supervisor.nodes.follower import FollowerEnd
 from made_there import made_there
@@ -191,6 +192,7 @@ async def test_a_group_begins_anew_while_the_last_words_of_before_are_still_on_t
         server = made.servers["vllm-0"]
         await start_there(made)
         await until(lambda: len(server.completion_bodies) == 4 and server.num_running == 0)
+        await until(lambda: len(made.of(SampleStarted)) == 4)
         await until(lambda: made.in_flight("vllm-0") == 0)
         made.rollouts.cancel(THERE.group_id)
         made.posted.clear()
@@ -215,6 +217,7 @@ async def test_samples_that_are_asked_for_again_begin_anew_there(tmp_path):
         assert len(server.completion_bodies) == 6
 
 
+@pytest.mark.case("R-B90")
 async def test_requests_go_to_no_server_that_is_older_than_what_is_wanted(tmp_path):
     async with made_there(tmp_path, servers=("vllm-0", "vllm-1")) as made:
         # The second has missed version 3, and nobody has taken it out of routing.
@@ -227,6 +230,7 @@ async def test_requests_go_to_no_server_that_is_older_than_what_is_wanted(tmp_pa
         assert versions == {3}
 
 
+@pytest.mark.case("R-B29")
 async def test_a_server_that_leaves_is_used_until_every_node_has_read_it_and_is_empty(tmp_path):
     async with made_there(tmp_path, servers=("vllm-0", "vllm-1")) as made:
         for server in made.servers.values():
@@ -344,3 +348,18 @@ async def test_feedback_is_read_by_each_node_itself(tmp_path):
     async with made_there(tmp_path, overrides=feedback) as made:
         server = made.servers["vllm-0"]
         await until(lambda: ("GET", "/metrics") in server.calls)
+
+
+async def test_a_node_with_other_data_takes_part_once_it_has_those_of_the_leader(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(spread_module, "_FIRST_PAUSE_S", 1.0)
+    async with made_there(tmp_path, begins=False) as made:
+        data = tmp_path / "train.jsonl"
+        right = data.read_text()
+        data.write_text(right.replace("digits", "others"))
+        made.begin()
+        await until(lambda: "its data are not those of the leader" in made.why_not(), within_s=60)
+        data.write_text(right)
+        await made.until_able()
+        assert made.why_not() == ""

@@ -247,6 +247,7 @@ async def test_a_leader_that_is_started_again_adopts_what_still_runs_and_ends_th
         assert not alive([pid])
 
 
+@pytest.mark.case("R-B73")
 @pytest.mark.parametrize("wrong", ["incarnation", "pid", "start_ticks", "boot_id"])
 async def test_another_process_than_the_one_written_down_is_not_adopted_but_ended(tmp_path, wrong):
     async with site(tmp_path) as place, two_nodes(place) as nodes:
@@ -289,6 +290,7 @@ async def test_ports_that_a_leader_before_had_held_are_free_for_the_next(tmp_pat
         again.close()
 
 
+@pytest.mark.case("R-B70")
 async def test_ports_are_held_there_until_they_are_freed(tmp_path):
     async with site(tmp_path) as place, two_nodes(place) as nodes:
         held = await remote_port(nodes.node, "127.0.0.1", 0)

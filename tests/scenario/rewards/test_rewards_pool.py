@@ -1,7 +1,10 @@
 """The pool with real worker processes."""
 
 import os
+import socket
+import subprocess
 import sys
+import time
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +17,7 @@ from libra import clock
 from libra.errors import ChildError, ConfigError
 from libra.rewards.case import RewardCase
 from libra.rewards.coercion import RewardFailed
-from libra.rewards.messages import WorkerReady
+from libra.rewards.messages import WorkerOrder, WorkerReady
 from libra.wire.framing import encode_frame
 from libra_supervisor.process.peer import connect, listen
 from libra_supervisor.rewards import worker as worker_module
@@ -226,3 +229,27 @@ async def test_who_stops_waiting_as_a_worker_gets_ready_keeps_no_connection(tmp_
         assert scope.cancelled_caught
         worker.setblocking(False)
         assert worker.recv(1) == b""
+
+
+def test_a_worker_whose_supervisor_was_killed_ends_without_a_word(tmp_path):
+    path = tmp_path / "worker.sock"
+    order = WorkerOrder(
+        socket_path=str(path), incarnation="i", reward="character_class", reward_args={}
+    )
+    with listen(path) as listener:
+        worker = subprocess.Popen(  # noqa: S603 - our own words
+            [sys.executable, "-m", "libra.rewards.worker", msgspec.json.encode(order).decode()],
+            stderr=subprocess.PIPE,
+        )
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(encode_frame(msgspec.msgpack.encode(case("digits"))))
+            # It has answered, and nobody has read a word.
+            while not len(connection.recv(1 << 16, socket.MSG_PEEK)) > len(ready()):
+                time.sleep(0.01)
+        assert worker.communicate(timeout=20)[1] == b""
+    assert worker.returncode == 0
+
+
+def ready():
+    return encode_frame(msgspec.msgpack.encode(WorkerReady("i")))

@@ -24,6 +24,7 @@ from libra.storage.checkpoints import (
     write_checkpoint_manifest,
 )
 from libra.storage.digest import file_entry
+from libra.trainer.lease_watch import watch_lease
 from libra.trainer.rank_lines import mark_output
 from libra.weights.judge import judge_acks
 from libra.wire.framing import FrameDecoder, encode_frame
@@ -47,6 +48,8 @@ from libra.wire.rank import (
 from weight_dirs import publish_weights
 
 mark_output(int(os.environ["RANK"]))
+if "LIBRA_LEASE" in os.environ:
+    watch_lease(Path(os.environ["LIBRA_LEASE"]))
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 attempt = int(os.environ["LIBRA_ATTEMPT"])
 restored = Path(sys.argv[sys.argv.index("--restore") + 1]) if "--restore" in sys.argv else None

@@ -19,8 +19,8 @@ from libra.planner.plan import TrainPlacement
 from libra.version import __version__
 from libra.wire.node import Leave
 from libra.wire.rank import TrainStep
-from libra_supervisor.app.following import config_digest
 from libra_supervisor.app.recall import record_run_id
+from libra_supervisor.app.shared_config import config_digest
 from libra_supervisor.events import ChildWaiting, GangLost
 from libra_supervisor.instances.port_lease import lease_port
 from libra_supervisor.nodes.interface import interface_of

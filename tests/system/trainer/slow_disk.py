@@ -17,11 +17,11 @@ def slow_down(environ) -> None:
 
     honest_write = StagedState.write
 
-    def write(staged):
+    def write(staged, **options):
         if Path(environ["SLOW_BELOW"]) in staged._directory.parents:
             while not Path(environ["SLOW_GATE"]).exists():
                 time.sleep(0.02)
-        return honest_write(staged)
+        return honest_write(staged, **options)
 
     StagedState.write = write
 

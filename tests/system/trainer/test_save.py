@@ -12,6 +12,7 @@ from libra.wire.rank import (
     CheckpointSaved,
     MiniBatch,
     ModelReady,
+    RankFailed,
     SaveBegun,
     SaveCheckpoint,
     StepTrained,
@@ -44,6 +45,21 @@ def test_a_save_killed_at_any_moment_is_complete_or_invisible(tmp_path: Path):
     assert [complete[1][0] for complete in found if complete[0][0] == 2] == [1] * newest.count(2)
 
 
+def test_an_attempt_that_was_taken_for_gone_publishes_nothing_over_a_later_one(tmp_path: Path):
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    command = [sys.executable, SCRIPTS / "check_stale.py", model, tmp_path / "checkpoints"]
+    done = subprocess.run(
+        command, env=trainer_environment(), cwd=REPOSITORY, capture_output=True, check=False
+    )
+    output = done.stdout.decode()
+    assert done.returncode == 0, output + done.stderr.decode()[-4000:]
+    old, new, again, steps, state, names = output.splitlines()[-6:]
+    assert old.startswith("checkpoint of step 0: ")
+    assert (new, steps, state) == ("written", "[0]", "new")
+    assert "a later attempt (trainer-2) writes here now, not this one (trainer-1)" in again
+    assert names == "['.writer', 'step_000000']"
+
+
 def test_a_checkpoint_that_falls_due_while_a_snapshot_is_written_holds_no_rank(tmp_path: Path):
     model = make_tiny_model(tmp_path / "model", "qwen2")
     gate, slow = tmp_path / "gate", tmp_path / "snapshots"
@@ -71,6 +87,32 @@ def test_a_checkpoint_that_falls_due_while_a_snapshot_is_written_holds_no_rank(t
         assert manifest.step == it.step
 
 
+def test_a_snapshot_that_finds_no_room_ends_no_rank_and_a_checkpoint_does(tmp_path: Path):
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    program = Program(
+        arguments=(str(SCRIPTS / "full_disk.py"),), environment={"FULL_AT": str(200 << 10)}
+    )
+    (tmp_path / "file").touch()
+    written, unmade = tmp_path / "hybrid" / "step_000001", tmp_path / "file" / "step_000001"
+    with FakeSupervisor(run_config(model), tmp_path / "gang", 2, program=program) as gang:
+        gang.accept_all()
+        for link in gang.links.values():
+            link.expect(ModelReady)
+        train(gang, 1)
+        for directory, why in ((written, "File too large"), (unmade, "Not a directory")):
+            save(gang, directory, step=1, is_snapshot=True)
+            news = gang.links[0].expect(CheckpointSaved)
+            assert (news.step, news.directory) == (1, str(directory))
+            assert "checkpoint of step 1" in news.error
+            assert why in news.error
+        assert list(written.parent.iterdir()) == []
+        train(gang, 2)
+        save(gang, tmp_path / "checkpoints" / "step_000002", step=2)
+        failed = gang.links[0].expect(RankFailed)
+    assert failed.exit_code == 5
+    assert "checkpoint of step 2" in failed.message
+
+
 def train(gang: FakeSupervisor, step: int) -> None:
     samples = make_samples(step, 4, 250)
     for rank, link in gang.links.items():
@@ -85,9 +127,8 @@ def train(gang: FakeSupervisor, step: int) -> None:
         assert link.expect(StepTrained).step == step
 
 
-def save(gang: FakeSupervisor, directory: Path, *, step: int) -> None:
+def save(gang: FakeSupervisor, directory: Path, *, step: int, is_snapshot: bool = False) -> None:
     """Returns when the ranks are free again."""
-    directory.parent.mkdir(exist_ok=True)
-    gang.send(SaveCheckpoint(step=step, directory=str(directory), rollout_state=b""))
+    gang.send(SaveCheckpoint(step, str(directory), b"", is_snapshot=is_snapshot))
     for link in gang.links.values():
         assert link.expect(SaveBegun).step == step
