@@ -9,7 +9,7 @@ from math import inf
 from statistics import fmean
 
 _NUM_KEPT = 4
-_TIMES_ITS_AGE = 5.0
+_TIMES_ITS_AGE = 10.0
 """A level that nothing is known of is taken to last so many times as long as it has."""
 
 _UNNOTICED_STEPS = 2

@@ -142,14 +142,14 @@ class TestLevels:
                 made.on_step()
         return made
 
-    def test_a_level_that_nothing_is_known_of_lasts_five_times_its_age(self):
-        assert self.levels(2).left_steps(2) == 10.0
+    def test_a_level_that_nothing_is_known_of_lasts_ten_times_its_age(self):
+        assert self.levels(2).left_steps(2) == 20.0
 
     def test_of_one_that_follows_others_what_they_lasted_is_left_less_what_goes_unnoticed(self):
         assert self.levels(20, 30, 6).left_steps(6) == 25.0 - 6.0 - 2.0
 
     def test_one_that_has_lasted_longer_than_those_before_is_like_an_unknown_one(self):
-        assert self.levels(20, 20, 21).left_steps(21) == 105.0
+        assert self.levels(20, 20, 21).left_steps(21) == 210.0
 
     def test_a_drift_in_one_direction_is_one_level(self):
         made = Levels()
