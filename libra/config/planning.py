@@ -31,9 +31,9 @@ class PlannerConfig(Config, frozen=True, kw_only=True):
     """GPUs that training keeps in every plan."""
 
     min_rollout_gpus: PositiveCount = 1
-    """GPUs that rollout keeps in every plan but for what the elastic hybrid pool may borrow of it
-    (elastic_hybrid_min_rollout_gpus); a reload goes on without a failed instance only while
-    this holds."""
+    """GPUs that rollout keeps in every plan under which something serves, with hybrid replicas too;
+    with elastic_hybrid_min_rollout_gpus 0 replicas may borrow all of rollout at once, but no part
+    of these. A reload goes on without a failed instance only while this holds."""
 
     allowed_train_tp: list[PositiveCount] = []
     """Candidate tensor-parallel degrees of training; empty means every one that fits."""

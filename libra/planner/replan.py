@@ -14,11 +14,12 @@ import msgspec
 from libra.config.run import RunConfig
 from libra.errors import InvariantError
 from libra.planner.calibration import Calibration
-from libra.planner.demand import Demand, num_batches_in_flight, observed_demand, prior_demand
+from libra.planner.demand import num_batches_in_flight
 from libra.planner.lending import serves_nothing
 from libra.planner.plan import Plan, plan_in_words
-from libra.planner.replan_candidates import Bounds, Candidate, CandidateSearch, bounds_of
+from libra.planner.replan_candidates import Bounds, Candidate, bounds_of
 from libra.planner.replan_costs import SwitchAccount, SwitchCost, SwitchCosts, SwitchKind, both
+from libra.planner.replan_load import ObservedLoad
 from libra.planner.replan_observed import ObservationWindow, StepObserved, StepTimes
 from libra.planner.replan_rule import Worth, model_error, worth
 from libra.planner.replan_triggers import Triggers
@@ -82,6 +83,9 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[StepObserved, ...]
     """Whose lengths are the demand; empty for the configured prior."""
 
+    sorts: tuple[tuple[StepObserved, ...], ...]
+    """`steps`, those that have little in common apart."""
+
     times: StepTimes | None
     refused: frozenset[SwitchKind]
     """Kinds that were refused, and are left out."""
@@ -91,6 +95,9 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     cost_of: dict[SwitchKind, SwitchCost]
     horizon_steps: float
+    level_left_steps: float
+    """How much longer the load is taken to be as observed; a bound of the horizon."""
+
     cooldown_left_s: float
     triggers: tuple[str, ...]
     lead_steps: float = 0.0
@@ -232,6 +239,8 @@ class Replanner:
         `lead_steps`: how long training can go on with what rollouts have made so far.
         """
         triggers = self._triggers.take()
+        is_observed = self._is_online and self._window.num_steps > 0
+        level_left_steps = self._window.left_steps if is_observed else inf
         return Question(
             config=self._config,
             plan=plan,
@@ -245,9 +254,11 @@ class Replanner:
             why_not=why_not,
             book=self.book,
             steps=self._window.steps if self._is_online else (),
+            sorts=self._window.sorts() if self._is_online else (),
             times=self._window.times() if self._is_online else None,
             cost_of={kind: self._costs.of(kind) for kind in _KINDS},
-            horizon_steps=max(0.0, min(self._payback_steps, steps_left)),
+            horizon_steps=max(0.0, min(self._payback_steps, steps_left, level_left_steps)),
+            level_left_steps=level_left_steps,
             cooldown_left_s=0.0 if is_asked else max(0.0, self._cooling_until - now),
             triggers=("asked for",) if is_asked else triggers,
             lead_steps=lead_steps,
@@ -260,20 +271,14 @@ def answer(question: Question) -> Verdict:
     why_not = _why_not_look(question)
     if why_not or question.book is None:
         return Keep(reason=_said(question, why_not), numbers=numbers)
-    demand = demand_of(question)
-    search = CandidateSearch(
-        question.config,
-        question.plan,
-        demand,
-        question.book,
-        question.bounds,
-        why_not=question.why_not,
-        lead_steps=question.lead_steps,
+    load = ObservedLoad(question.config, question.sorts, question.book)
+    looked = load.candidates(
+        question.plan, question.bounds, why_not=question.why_not, lead_steps=question.lead_steps
     )
-    found = [it for it in search.candidates() if it.kind not in question.refused]
+    found = [it for it in looked.candidates if it.kind not in question.refused]
     if not question.plan.instances:
-        return _to_serve(question, found, demand=demand, numbers=numbers)
-    expected_s = search.step_s_in_force()
+        return _to_serve(question, found, source=load.source, numbers=numbers)
+    expected_s = load.step_s(question.plan)
     error = model_error(expected_s=expected_s, times=question.times)
     numbers |= {"step_s": error.bias * expected_s}
     options = [
@@ -289,7 +294,7 @@ def answer(question: Question) -> Verdict:
         )
         for candidate in found
     ]
-    notes = [demand.source, *(f"not possible: {why}" for why in search.left_out[:_LEFT_OUT_SHOWN])]
+    notes = [load.source, *(f"not possible: {why}" for why in looked.left_out[:_LEFT_OUT_SHOWN])]
     return _choice(question, options, notes=notes, numbers=numbers)
 
 
@@ -357,14 +362,14 @@ def _worthiest(options: Iterable[_Option]) -> _Option | None:
 
 
 def _to_serve(
-    question: Question, found: Sequence[Candidate], *, demand: Demand, numbers: dict[str, float]
+    question: Question, found: Sequence[Candidate], *, source: str, numbers: dict[str, float]
 ) -> Verdict:
     """Out of a plan under which no step would ever end: the fastest, whatever it costs."""
     made = [c for c in found if question.bounds.training != "recorded" or c.kind == "rollout"]
     fastest = min(made, key=lambda candidate: candidate.step_s, default=None)
     if fastest is None:
         return Keep(
-            reason=_said(question, demand.source, "nothing serves, and no plan would"),
+            reason=_said(question, source, "nothing serves, and no plan would"),
             numbers=numbers,
         )
     numbers |= {"candidate_step_s": fastest.step_s}
@@ -372,7 +377,7 @@ def _to_serve(
     return Switch(
         plan=fastest.plan,
         kind=fastest.kind,
-        reason=_said(question, demand.source, f"nothing serves under the plan in force; {words}"),
+        reason=_said(question, source, f"nothing serves under the plan in force; {words}"),
         numbers=numbers,
     )
 
@@ -385,6 +390,8 @@ def _why_not_look(question: Question) -> str:
         )
     if question.cooldown_left_s > 0:
         return f"{question.cooldown_left_s:.0f} s of the cooldown are left"
+    if question.level_left_steps < 1:
+        return "the load changes too soon again, by how long it was the same before"
     if question.horizon_steps < 1:
         return f"{question.horizon_steps:.1f} steps are left"
     if question.book is None:
@@ -392,15 +399,6 @@ def _why_not_look(question: Question) -> str:
     if not question.bounds.changes_rollout:
         return "runtime_manage_rollout_processes is false: servers of others are not changed"
     return ""
-
-
-def demand_of(question: Question) -> Demand:
-    """The lengths observed, or the configured prior."""
-    lengths = [pair for step in question.steps for pair in step.lengths]
-    if not lengths:
-        return prior_demand(question.config)
-    found = observed_demand(question.config, lengths)
-    return msgspec.structs.replace(found, source=f"{found.source} of {len(question.steps)} steps")
 
 
 def _observed(question: Question) -> dict[str, float]:

@@ -134,10 +134,6 @@ class CandidateSearch:
             lengths_known=False,
         )
 
-    def step_s_in_force(self) -> float:
-        """Of the plan as it is, which has an instance."""
-        return expected_step_s(self._config, self._plan, self._demand, self._models)
-
     def candidates(self) -> Iterator[Candidate]:
         """The best for each number of replicas and another core; never the plan in force."""
         for num_replicas in self._replica_counts():

@@ -1,7 +1,8 @@
 """What a change of the plan costs in step time, by kind: measured on our own changes.
 
-Before the first of a kind the configured prior counts, and is taken to be half wrong. Failed ones
-count too: they cost what they took, and a change may fail.
+Before the first of a kind the configured prior counts, and is taken to be half wrong. Of that doubt
+less is left the more are measured, by the square of their number: one lucky change does not make
+all others free. Failed ones count too: they cost what they took, and a change may fail.
 """
 
 from collections import deque
@@ -62,6 +63,7 @@ class SwitchCosts:
         spread = _UNKNOWN_SPREAD * mean_s
         if len(measured) >= _FEWEST_FOR_SPREAD:
             spread = max(stdev(measured), _LEAST_SPREAD * mean_s)
+        spread = max(spread, _UNKNOWN_SPREAD * prior_s / max(1, len(measured)) ** 2)
         return SwitchCost(mean_s=mean_s, deviation_s=spread, num_measured=len(measured))
 
 

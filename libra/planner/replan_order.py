@@ -3,11 +3,10 @@
 import msgspec
 
 from libra.errors import InfeasiblePlanError
-from libra.planner.cost_models import cost_models
 from libra.planner.plan import Plan, TrainPlacement
-from libra.planner.replan import Question, demand_of
-from libra.planner.replan_candidates import expected_step_s
+from libra.planner.replan import Question
 from libra.planner.replan_costs import SwitchKind
+from libra.planner.replan_load import ObservedLoad
 from libra.planner.replan_rule import model_error
 from libra.planner.replan_seating import Room, core_seats, everywhere, seated
 from libra.wire.api import PlanOrder
@@ -24,15 +23,16 @@ def ordered_plan(plan: Plan, order: PlanOrder, room: Room) -> Plan:
     num_replicas = len(plan.hybrids) if order.hybrids is None else order.hybrids
     replica_gpus = train.tp * train.pp * train.cp * train.ep
     if order.instances is None:
-        tps = [it.tp for it in plan.instances]
         num_rollout_gpus = sum(len(it.slots) for it in plan.instances)
     else:
-        tps = [bucket.tp for bucket in order.instances for _ in range(bucket.count)]
-        num_rollout_gpus = sum(tps)
+        num_rollout_gpus = sum(bucket.tp * bucket.count for bucket in order.instances)
     num_needed = train.world_size + num_replicas * replica_gpus + num_rollout_gpus
     num_there = len(everywhere(plan, room))
     if num_needed > num_there:
         raise InfeasiblePlanError(f"this needs {num_needed} GPUs, and the run has {num_there}")
+    tps = [it.tp for it in plan.instances]
+    if order.instances is not None:
+        tps = [bucket.tp for bucket in order.instances for _ in range(bucket.count)]
     base = msgspec.structs.replace(plan, train=train, hybrids=kept)
     found = seated(base, tps, num_replicas=num_replicas, replica_gpus=replica_gpus, room=room)
     if found is None:
@@ -56,10 +56,8 @@ def expectations(question: Question, wanted: Plan) -> dict[str, float]:
     """
     if question.book is None or not (question.plan.instances and wanted.instances):
         return {}
-    demand, models = demand_of(question), cost_models(question.config, question.book)
-    now_s, wanted_s = (
-        expected_step_s(question.config, plan, demand, models) for plan in (question.plan, wanted)
-    )
+    load = ObservedLoad(question.config, question.sorts, question.book)
+    now_s, wanted_s = load.step_s(question.plan), load.step_s(wanted)
     bias = model_error(expected_s=now_s, times=question.times).bias
     return {
         "step_s": bias * now_s,

@@ -37,38 +37,43 @@ class Triggers:
         self._smoothed_of: dict[str, float] = {}
         self._is_high: set[str] = set()
         self._reasons: list[str] = []
+        self._young = ""
         self._num_since_change: int | None = None
 
     def on_step(self, seen: StepObserved, *, changed: str) -> None:
         """`changed` is the drift that the step showed, in words."""
         self._num_steps += 1
-        self._reasons += self._on_change(changed)
+        self._on_change(changed)
         self._reasons += [said for level in LEVELS if (said := self._on_level(level, seen))]
-        if self._num_steps >= self._interval_steps:
-            self._reasons.append(f"{self._num_steps} steps since the last look")
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        return tuple(self._reasons)
+        """Each once; the newest of those that only count steps."""
+        said = [self._young] if self._young else []
+        if self._num_steps >= self._interval_steps:
+            said.append(f"{self._num_steps} steps since the last look")
+        return (*dict.fromkeys(self._reasons), *said)
 
     def take(self) -> tuple[str, ...]:
         """The reasons so far; the interval begins anew."""
-        reasons, self._reasons, self._num_steps = tuple(self._reasons), [], 0
+        reasons = self.reasons
+        self._reasons, self._young, self._num_steps = [], "", 0
         return reasons
 
-    def _on_change(self, changed: str) -> list[str]:
+    def _on_change(self, changed: str) -> None:
         """At once, and after twice as many steps each time: a young window says little."""
         if changed:
-            self._num_since_change = 0
-            return [changed]
+            self._num_since_change, self._young = 0, ""
+            self._reasons.append(changed)
+            return
         if self._num_since_change is None:
-            return []
+            return
         self._num_since_change += 1
         num = self._num_since_change
         if num >= self._interval_steps:
             self._num_since_change = None
-            return []
-        return [f"{num} steps more since that change"] if num & (num - 1) == 0 else []
+        elif num & (num - 1) == 0:
+            self._young = f"{num} steps more since that change"
 
     def _on_level(self, level: Level, seen: StepObserved) -> str:
         value: float | None = getattr(seen, level.field)

@@ -3,6 +3,7 @@
 import itertools
 from math import inf
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -60,7 +61,7 @@ def test_every_real_change_is_answered_once_and_within_a_window(seed, noise, las
 def test_nothing_is_changed_when_too_few_steps_are_left_to_earn_it(seed, steps_left):
     planner = {"runtime_switch_cost_prior_s": 200.0}
     run = world(READS, seed=seed, planner=planner, decides_itself=False)
-    run.run(WRITES, 4)
+    run.run(WRITES, 12)
     run.total_steps = run.step + steps_left
     verdict = run.decide(is_asked=True)
     assert isinstance(verdict, Keep)
@@ -129,6 +130,34 @@ def test_every_verdict_says_its_numbers_and_no_slot_has_two_owners(seed, noise):
             owned += [slot for part in (*plan.instances, *plan.hybrids) for slot in part.slots]
             assert len(owned) == len(set(owned))
             assert set(owned) <= set(range(8))
+
+
+def followed(seed, loads):
+    """Totals of a run that decides for itself and of one on the plan it began with."""
+    run, kept = (world(READS, seed=seed, noise=0.1, decides_itself=d) for d in (True, False))
+    for load in loads:
+        run.one_step(load)
+        kept.one_step(load)
+    return run, kept
+
+
+@pytest.mark.parametrize("lasts", [1, 2, 3, 4, 6, 8, 12, 25])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_load_that_keeps_changing_its_level_costs_little_more_than_standing_still(lasts, seed):
+    loads = [WRITES if step // lasts % 2 else READS for step in range(120)]
+    run, kept = followed(seed, loads)
+    assert run.now < 1.03 * kept.now
+    assert len(run.switches) <= max(3, 120 // lasts if lasts >= WINDOW / 2 else 0)
+
+
+@given(seed=seeds)
+@runs
+def test_steps_of_either_load_by_chance_cost_little_more_than_standing_still(seed):
+    rng = np.random.default_rng(seed)
+    loads = [READS if drawn < 0.5 else WRITES for drawn in rng.random(120)]
+    run, kept = followed(seed, loads)
+    assert run.now < 1.05 * kept.now
+    assert len(run.switches) <= 6
 
 
 def test_equal_observations_give_equal_verdicts():

@@ -79,6 +79,24 @@ def test_after_the_retries_the_run_ends_and_says_what_it_waited_for():
     assert "1 of 2 groups are complete; waiting for p0/e0/a0 (samples 1" in world.ended.reason
 
 
+def test_where_a_reload_keeps_new_groups_back_the_servers_that_do_not_load_are_named():
+    world = StuckWorld(
+        total_steps=2,
+        offpolicyness=0.0,
+        collection=CollectionTerms(timeout_s=TIMEOUT_S, max_retries=1),
+    )
+    world.is_held = lambda event: isinstance(event, events.ReloadAnswered) and bool(world.trained)
+    world.boot()
+    while world.step(Random(1)):
+        pass
+    waiting = ", ".join(sorted(world.control.publication.waiting_for))
+    assert waiting
+    pass_time(world, TIMEOUT_S)
+    [said] = world.missing
+    end = f"no group is in progress, since v1 is not loaded by {waiting}"
+    assert said.fields["why"] == f"0 of 2 groups are complete; {end}"
+
+
 def test_where_it_is_allowed_the_step_is_trained_on_the_groups_that_are_there():
     world = stuck_world(("p0", "p2", "p3"), offpolicyness=1.0, allows_partial=True)
     pass_time(world, TIMEOUT_S)

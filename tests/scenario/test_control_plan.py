@@ -28,6 +28,7 @@ from libra.pools.member import MemberState
 from libra.pools.reconfiguration import Order
 from libra_supervisor import events
 from libra_supervisor.app.operator import waiting_for
+from libra_supervisor.loop.plan_desk import PlanDesk
 from libra_supervisor.loop.plan_memory import PlanMemory
 from metrics_source import metric_values
 
@@ -226,6 +227,28 @@ def test_replicas_that_would_get_no_sample_are_refused():
     [refused] = records(world)
     assert refused.outcome == "refused"
     assert refused.reason == "a mini-batch of 4 trajectories cannot be cut for 5 ranks"
+
+
+@pytest.mark.parametrize(
+    ("training", "planner", "why"),
+    [
+        ({"train_backend": "fsdp"}, {}, "train_backend is fsdp"),
+        ({}, {"runtime_reconfigure_training": False}, "runtime_reconfigure_training is false"),
+    ],
+)
+def test_a_run_that_cannot_have_replicas_says_which_option_forbids_them(training, planner, why):
+    world = elastic()
+    old, replaced = world.control.plans, msgspec.structs.replace
+    config = old._config
+    config = replaced(
+        config,
+        training=replaced(config.training, **{"train_backend": "megatron_core"} | training),
+        global_resource_planner=replaced(
+            config.global_resource_planner, **{"runtime_reconfigure_training": True} | planner
+        ),
+    )
+    desk = PlanDesk(old.plan, old.policy, config=config)
+    assert desk.why_not(plan([2], [0], [1])) == f"this run cannot have hybrid replicas: {why}"
 
 
 def test_a_plan_that_the_batch_does_not_divide_over_is_refused():

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from libra.config.rollout import TpBucket
-from libra.errors import SiteError
+from libra.errors import PeerError, SiteError
 from libra.wire.api import PlanOrder
 from libra_supervisor.cli.arguments import parser
-from libra_supervisor.cli.remote import _newest, _order_in, speak
+from libra_supervisor.cli.remote import _newest, _order_in, _reply_in, speak
 from libra_supervisor.process.peer import listen
-from libra_supervisor.run_directory import Holder
+from libra_supervisor.run_directory import Holder, RunDirectory
 
 
 def socket_of(run, *, at):
@@ -33,6 +33,12 @@ def test_where_nobody_listens_that_is_said(tmp_path, monkeypatch):
     socket_of(tmp_path / "runs" / "killed", at=3).close()
     with pytest.raises(SiteError, match="no running control plane"):
         _newest()
+
+
+@pytest.mark.parametrize(("body", "said"), [(b"", "nothing"), (b"[502] no", "502. no")])
+def test_an_answer_that_is_none_is_the_control_planes_fault_in_one_line(tmp_path, body, said):
+    with pytest.raises(PeerError, match=f"did not answer as it should: .?{said}"):
+        _reply_in(body, RunDirectory(tmp_path))
 
 
 @pytest.mark.parametrize("verb", [("status",), ("stop",), ("drain", "vllm-0")])

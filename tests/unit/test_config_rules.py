@@ -417,6 +417,15 @@ def test_granularity_splits_the_budget():
     assert only(grp, train_gpus="8", rollout_gpus="4").hint == "nearest: 6"
 
 
+def test_a_minimum_that_leaves_no_replica_any_room_is_warned_of():
+    text = f"{PLANNER}: {{runtime_dynamic_reconfiguration_enabled: true, "
+    text += "runtime_reconfigure_training: true, elastic_hybrid_min_rollout_gpus: %d}"
+    path = f"{PLANNER}.elastic_hybrid_min_rollout_gpus"
+    gpus = {"train_gpus": "1", "rollout_gpus": "2"}
+    assert path in warnings_of(text % 2, **gpus)
+    assert path not in warnings_of(text % 1, **gpus)
+
+
 def test_the_last_server_is_lent_only_with_trajectories_to_go_on_with():
     lends = (
         f"{PLANNER}: {{runtime_dynamic_reconfiguration_enabled: true, "

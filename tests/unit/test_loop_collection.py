@@ -66,6 +66,11 @@ def test_what_is_missing_is_named_with_its_last_sign_of_life(count, end):
     assert text == f"3 of 8 groups are complete; {end}"
 
 
+def test_where_no_group_is_in_progress_what_keeps_them_back_is_named():
+    text = in_words((), num_complete=0, num_wanted=2, now=0.0, held_by="since nothing serves")
+    assert text.endswith("; no group is in progress, since nothing serves")
+
+
 def test_a_long_list_is_cut_and_counted():
     missing = [MissingGroup(GroupId(f"p{k}"), (0,), None) for k in range(20)]
     text = in_words(missing, num_complete=0, num_wanted=20, now=0.0)

@@ -7,7 +7,7 @@ import pytest
 from control_world import METRICS, trajectory
 from libra.config.model import ModelConfig
 from libra.config.run import RunConfig
-from libra.errors import DataError
+from libra.errors import DataError, SiteError
 from libra.ids import InstanceId, PolicyVersion, PromptId
 from libra.planner.plan import configured_plan
 from libra.rollouts.evaluation import Evaluation, EvaluationTerms
@@ -195,6 +195,12 @@ def test_a_line_torn_by_a_crash_does_not_swallow_the_next_one(tmp_path):
     assert lines[1] == b'{"step": 2, "rew'
     with pytest.raises(msgspec.DecodeError):
         msgspec.json.decode(lines[1])
+
+
+def test_a_full_disk_is_the_machines_fault_and_says_which_file(tmp_path):
+    (tmp_path / "reconfigurations.jsonl").symlink_to("/dev/full")
+    with pytest.raises(SiteError, match=r"reconfigurations\.jsonl cannot be written: No space"):
+        append_line(tmp_path / "reconfigurations.jsonl", b"{}")
 
 
 def test_a_line_that_the_disk_takes_in_pieces_is_whole(tmp_path, monkeypatch):

@@ -435,6 +435,33 @@ async def test_an_order_that_is_refused_is_for_the_changing_part_to_write_and_bi
         assert "of the cooldown" not in shown.message
 
 
+async def test_an_order_that_is_refused_is_not_shown_as_done_and_hides_none_that_is():
+    async with bench(instances_of_one=True, min_rollout_gpus=2) as made:
+        assert not (await made.desk.order(fewer(made), is_dry_run=False)).ok
+        assert made.desk.last_in_words.startswith("order refused after step 0: ordered by")
+        assert made.desk.outcomes.num_decisions == {"order_refused": 1}
+    async with bench(instances_of_one=True) as made:
+        await made.desk.order(fewer(made), is_dry_run=True)
+        assert (await made.desk.order(fewer(made), is_dry_run=False)).ok
+        assert not (await made.desk.order(fewer(made), is_dry_run=False)).ok
+        assert made.desk.last_in_words == "change ordered after step 0: ordered by the operator"
+        assert made.desk.outcomes.num_decisions == {"ordered": 1, "order_refused": 1}
+
+
+async def test_step_times_with_a_replica_that_was_lost_are_not_those_of_the_plan_without_it():
+    replica = HybridPlacement(replica_id=ReplicaId("hybrid-9"), slots=(SlotId(7),))
+    async with bench() as made:
+        plan = made.control.plans.plan
+        made.control.plans.plan = replace(plan, hybrids=(replica,))
+        for _ in range(6):
+            made.end_step(READS)
+        made.control.plans.plan = plan
+        made.end_step(READS, step_s=90.0)
+        made.end_step(READS, step_s=200.0)
+        times = made.desk._question(is_asked=True).times
+        assert (times.num_steps, times.mean_s) == (1, 200.0)
+
+
 async def test_an_order_that_is_refused_only_when_its_turn_comes_binds_nobody_either():
     async with bench(instances_of_one=True) as made:
         assert (await made.desk.order(fewer(made), is_dry_run=False)).ok

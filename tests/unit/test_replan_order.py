@@ -1,5 +1,7 @@
 """Plans that an operator names."""
 
+import tracemalloc
+
 import pytest
 from msgspec.structs import replace
 
@@ -124,6 +126,16 @@ def test_lost_slots_are_not_used():
 def test_what_does_not_fit_is_said(named, words):
     with pytest.raises(InfeasiblePlanError, match=words):
         ordered(**named)
+
+
+def test_an_order_of_a_million_servers_is_refused_before_they_are_counted_out():
+    tracemalloc.start()
+    try:
+        with pytest.raises(InfeasiblePlanError, match="this needs 1000002 GPUs"):
+            ordered(instances=buckets((1_000_000, 1)))
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_node_boundaries_are_said():

@@ -10,6 +10,7 @@ from libra.ids import InstanceId, NodeRank, ReplicaId, SlotId
 from libra.planner.plan import HybridPlacement, InstancePlacement, Plan, TrainPlacement
 from libra.planner.replan_change import change_point
 from libra.planner.replan_costs import SwitchAccount, SwitchCost, SwitchCosts
+from libra.planner.replan_levels import Levels
 from libra.planner.replan_observed import ObservationWindow, StepObserved, StepTimes
 from libra.planner.replan_rule import ModelError, model_error, worth
 from libra.planner.replan_seating import Room, seated
@@ -103,6 +104,91 @@ class TestWindow:
         assert seen.num_steps == 1
 
 
+class TestSorts:
+    def seen(self, *means, timed=lambda _index: True, **rest):
+        made = window(**rest)
+        for index, (response, step_s) in enumerate(means):
+            made.add(observed(index, response=response, step_s=step_s), is_timed=timed(index))
+        return made
+
+    def test_steps_with_little_in_common_are_told_apart(self):
+        made = self.seen((400, 10.0), (4000, 30.0), (450, 10.0), (3500, 30.0))
+        assert [[it.step for it in sort] for sort in made.sorts()] == [[0, 2], [1, 3]]
+
+    def test_steps_that_are_alike_are_one_sort(self):
+        made = self.seen((400, 10.0), (500, 10.0), (600, 10.0))
+        assert [len(sort) for sort in made.sorts()] == [3]
+
+    def test_each_sort_counts_as_often_as_it_occurs_and_noise_is_that_within_sorts(self):
+        made = self.seen(
+            (400, 10.0), (4000, 30.0), (400, 10.0), (400, 10.0), timed=lambda index: index < 3
+        )
+        assert made.times() == StepTimes(num_steps=3, mean_s=15.0, deviation_s=0.0)
+
+    def test_before_a_step_of_each_sort_was_timed_there_are_no_times(self):
+        made = self.seen((400, 10.0), (4000, 30.0), timed=lambda index: index == 0)
+        assert made.times() is None
+
+
+class TestLevels:
+    def levels(self, *lasted):
+        """Upwards first; one step of the newest level was seen for each of the last entry."""
+        made, is_upwards = Levels(), True
+        for num_steps in lasted:
+            made.on_step()
+            made.on_change(1, is_upwards=is_upwards)
+            is_upwards = not is_upwards
+            for _ in range(num_steps - 1):
+                made.on_step()
+        return made
+
+    def test_a_level_that_nothing_is_known_of_lasts_ten_times_its_age(self):
+        assert self.levels(2).left_steps(2) == 20.0
+
+    def test_of_one_that_follows_others_what_they_lasted_is_left_less_what_goes_unnoticed(self):
+        assert self.levels(20, 30, 6).left_steps(6) == 25.0 - 6.0 - 2.0
+
+    def test_one_that_has_lasted_longer_than_those_before_is_like_an_unknown_one(self):
+        assert self.levels(20, 20, 21).left_steps(21) == 210.0
+
+    def test_a_drift_in_one_direction_is_one_level(self):
+        made = Levels()
+        for _ in range(10):
+            for _ in range(4):
+                made.on_step()
+            made.on_change(2, is_upwards=True)
+        assert made.lasted_steps == inf
+
+
+class TestQuickLevels:
+    def alternating(self, num_steps, *, lasts):
+        made = window()
+        said = [
+            made.add(observed(step, response=4000 if step // lasts % 2 else 400), is_timed=True)
+            for step in range(num_steps)
+        ]
+        return made, said
+
+    def test_levels_that_last_half_a_window_are_followed(self):
+        made, said = self.alternating(60, lasts=12)
+        assert made.is_followed
+        assert sum(map(bool, said)) == 4
+        assert made.num_steps == 12
+
+    def test_quicker_ones_are_not_and_the_whole_window_counts(self):
+        made, said = self.alternating(60, lasts=6)
+        assert not made.is_followed
+        assert made.num_steps == 16
+        (_, last) = filter(None, said)
+        assert last.endswith(", and levels last less than 8 steps")
+
+    def test_one_that_stays_after_quick_ones_is_followed_again(self):
+        made, _ = self.alternating(60, lasts=6)
+        said = [made.add(observed(60 + k, response=400), is_timed=True) for k in range(12)]
+        assert made.is_followed
+        assert list(filter(None, said)) == ["the level has lasted since step 60"]
+
+
 class TestCosts:
     def test_the_prior_counts_until_the_first_of_a_kind_and_is_half_wrong(self):
         costs = SwitchCosts(prior_s=60.0)
@@ -120,10 +206,17 @@ class TestCosts:
         assert found.deviation_s == pytest.approx(2.138, abs=1e-3)
 
     def test_measurements_that_agree_still_leave_a_tenth_of_doubt(self):
-        costs = SwitchCosts(prior_s=60.0)
+        costs = SwitchCosts(prior_s=6.0)
         for _ in range(3):
             costs.add("rollout", 10.0)
         assert costs.of("rollout").deviation_s == 1.0
+
+    def test_one_lucky_measurement_does_not_make_changes_free(self):
+        costs = SwitchCosts(prior_s=60.0)
+        costs.add("rollout", 0.0)
+        assert costs.of("rollout") == SwitchCost(mean_s=0.0, deviation_s=30.0, num_measured=1)
+        costs.add("rollout", 0.0)
+        assert costs.of("rollout").deviation_s == 7.5
 
     def account(self, **changes):
         return SwitchAccount(kind="rollout", **{"usual_s": 10.0, "expected_s": 8.0, **changes})
@@ -185,6 +278,17 @@ class TestTriggers:
                 triggers.take()
                 asked_at.append(step)
         assert asked_at == [1, 2, 4, 8, 18, 28]
+
+    def test_reasons_that_only_count_steps_are_said_once_however_long_they_wait(self):
+        triggers = Triggers(interval_steps=5)
+        triggers.on_step(observed(0), changed="responses are longer")
+        for step in range(1, 12):
+            triggers.on_step(observed(step), changed="")
+        assert triggers.take() == (
+            "responses are longer",
+            "4 steps more since that change",
+            "12 steps since the last look",
+        )
 
     @pytest.mark.parametrize(
         ("field", "said"),

@@ -36,6 +36,7 @@ WARNINGS: tuple[Rule, ...] = (
     *batch.WARNINGS,
     *rollout.WARNINGS,
     *scheduling.WARNINGS,
+    *planning.WARNINGS,
     *nodes.WARNINGS,
     *exclusive.WARNINGS,
 )

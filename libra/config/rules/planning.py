@@ -66,6 +66,22 @@ def replica_size(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def replicas_have_room(config: RunConfig) -> Iterator[Problem]:
+    """Check that what rollout keeps beside replicas is not more than it can ever have."""
+    planner = config.global_resource_planner
+    if not planner.runtime_reconfigure_training:
+        return
+    total = config.training.train_gpus + config.rollout.rollout_gpus
+    kept, most = planner.elastic_hybrid_min_rollout_gpus, total - planner.min_train_gpus
+    if kept >= most:
+        yield Problem(
+            path=f"{PLANNER}.elastic_hybrid_min_rollout_gpus",
+            what=f"of {total} GPUs {kept} for rollout and min_train_gpus "
+            f"{planner.min_train_gpus} leave none to a hybrid replica",
+            related=("train_gpus", "rollout_gpus", f"{PLANNER}.min_train_gpus"),
+        )
+
+
 _FEWEST_LEAD_STEPS = 2
 """In the first the core takes a snapshot, with the second the replica contributes."""
 
@@ -236,3 +252,4 @@ RULES = (
     lent_servers_come_back,
     cluster_is_large_enough,
 )
+WARNINGS = (replicas_have_room,)

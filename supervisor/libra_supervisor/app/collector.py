@@ -107,7 +107,7 @@ class RunCollector(Collector):
         decisions = CounterMetricFamily(
             "libra_plan_decisions", "Looks at the plan.", labels=["verdict"]
         )
-        for verdict in ("keep", "switch", "ordered"):
+        for verdict in ("keep", "switch", "ordered", "order_refused"):
             decisions.add_metric([verdict], outcomes.num_decisions[verdict])
         yield decisions
         changes = CounterMetricFamily(

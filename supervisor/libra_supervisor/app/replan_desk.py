@@ -69,6 +69,9 @@ class Outcomes(msgspec.Struct, kw_only=True):
     """Changes by outcome, whoever wanted them."""
 
     last: DecisionRecord | None = None
+    """The newest look or order, but for those beside a change that one of them began."""
+
+    is_last_refused: bool = False
     last_ended: ReconfigurationEnded | None = None
 
 
@@ -93,6 +96,7 @@ class ReplanDesk:
         self._step_s = 0.0
         self._pending_id: int | None = None
         self._recorded: Plan | None = None
+        self._plan_seen = ports.control.plans.plan
         self._is_looking = anyio.Lock()
         self._stepped = anyio.Event()
 
@@ -102,7 +106,8 @@ class ReplanDesk:
         last = self.outcomes.last
         if last is None:
             return ""
-        return f"{_taken(last)} after step {last.step}: {last.reason}"
+        taken = "order refused" if self.outcomes.is_last_refused else _taken(last)
+        return f"{taken} after step {last.step}: {last.reason}"
 
     async def run(self) -> Never:
         """Look after steps, when there is reason to, until cancelled."""
@@ -118,7 +123,15 @@ class ReplanDesk:
             seen = self._seen(command)
             self._step, self._step_s = seen.step, seen.step_s
             self._replanner.on_step(seen)
+            self._look_for_other_plan()
             self._stepped.set()
+
+    def _look_for_other_plan(self) -> None:
+        """A replica that was lost takes its part of the plan away without a change of the plan."""
+        plan = self._ports.control.plans.plan
+        if plan != self._plan_seen and not self._replanner.is_switching:
+            self._replanner.on_other_plan()
+        self._plan_seen = plan
 
     def on_event(self, event: Event) -> None:
         """Learn how a change went that this desk wanted."""
@@ -178,7 +191,7 @@ class ReplanDesk:
         ordered = Ordered(plan=plan, kind=kind, reason=reason, numbers=numbers)
         record = self._record(question, ordered, is_dry_run=is_dry_run)
         await anyio.to_thread.run_sync(self._ports.write, record)
-        self._note(record)
+        self._note(record, is_refused=bool(refusal))
         if not is_dry_run:
             await self._give(record.decision_id, ordered, wanted, is_refused=bool(refusal))
         words = _in_words(judgement)
@@ -305,9 +318,13 @@ class ReplanDesk:
             is_dry_run=is_dry_run,
         )
 
-    def _note(self, record: DecisionRecord) -> None:
-        self.outcomes.last = record
-        self.outcomes.num_decisions[record.verdict] += 1
+    def _note(self, record: DecisionRecord, *, is_refused: bool = False) -> None:
+        if self._pending_id is None:
+            self.outcomes.last, self.outcomes.is_last_refused = record, is_refused
+        if record.verdict != "ordered":
+            self.outcomes.num_decisions[record.verdict] += 1
+        elif not record.is_dry_run:
+            self.outcomes.num_decisions["order_refused" if is_refused else "ordered"] += 1
         _log.info(
             "plan_looked_at",
             decision_id=record.decision_id,

@@ -21,6 +21,9 @@ SEARCH_TIMEOUT_S = 120.0
 """A search over a thousand devices takes seconds, and may wait for one that is under way."""
 
 WATCH_PERIOD_S = 1.0
+MAX_SHOWN = 200
+"""Bytes of an answer that makes no sense."""
+
 REFUSED = 1
 
 
@@ -38,9 +41,21 @@ def speak(options: Namespace) -> int:
     timeout_s = SEARCH_TIMEOUT_S if options.verb == "replan" else TIMEOUT_S
     content = msgspec.json.encode(request)
     body = _call(directory, "POST", f"/v1/{options.verb}", content, timeout_s=timeout_s)
-    reply = msgspec.json.decode(body, type=VerbReply)
+    reply = _reply_in(body, directory)
     (sys.stdout if reply.ok else sys.stderr).write(f"{reply.message}\n")
     return 0 if reply.ok else REFUSED
+
+
+def _reply_in(body: bytes, directory: RunDirectory) -> VerbReply:
+    """Raises PeerError when it is none: the control plane ended over the request, say."""
+    try:
+        return msgspec.json.decode(body, type=VerbReply)
+    except msgspec.DecodeError as error:
+        said = body[:MAX_SHOWN].decode(errors="replace").strip()
+        raise PeerError(
+            f"the control plane of {directory.root} did not answer as it should: "
+            f"{said or 'nothing'}; see its log"
+        ) from error
 
 
 def _order_in(options: Namespace) -> PlanOrder | None:

@@ -55,13 +55,22 @@ class Collection:
 
 
 def in_words(
-    missing: Sequence[MissingGroup], *, num_complete: int, num_wanted: int, now: float
+    missing: Sequence[MissingGroup],
+    *,
+    num_complete: int,
+    num_wanted: int,
+    now: float,
+    held_by: str = "",
 ) -> str:
-    """`3 of 8 groups are complete; waiting for p1/e0/a0 (samples 1, 3, silent for 60 s), ...`."""
+    """`3 of 8 groups are complete; waiting for p1/e0/a0 (samples 1, 3, silent for 60 s), ...`.
+
+    `held_by`: what keeps new groups back where none is in progress.
+    """
     named = ", ".join(_named(group, now) for group in missing[:MAX_NAMED])
     more = len(missing) - MAX_NAMED
     others = f" and {more} more" if more > 0 else ""
-    waiting = f"waiting for {named}{others}" if missing else "no group is in progress"
+    idle = f"no group is in progress{f', {held_by}' if held_by else ''}"
+    waiting = f"waiting for {named}{others}" if missing else idle
     return f"{num_complete} of {num_wanted} groups are complete; {waiting}"
 
 

@@ -1,6 +1,7 @@
 """What follows when a batch does not come together in time. Pure."""
 
 from libra.ids import PolicyVersion
+from libra.pools.member import MemberState
 from libra_supervisor.loop import commands
 from libra_supervisor.loop.collection import in_words
 from libra_supervisor.loop.commands import Command
@@ -50,6 +51,14 @@ def _multiple(state: RunState) -> int:
     return train.dp * (train.micro_batch_size or state.collection.terms.micro_batch_size)
 
 
+def _what_holds_groups(state: RunState) -> str:
+    """A reload that is not answered keeps new groups back where versions may not lag behind."""
+    loading = state.publication.waiting_for
+    if loading:
+        return f"since v{state.cycle.publishing} is not loaded by {', '.join(loading)}"
+    return "" if state.pool.ids_in(MemberState.SERVING) else "since nothing serves"
+
+
 def _missing(state: RunState, at: Moment) -> tuple[str, commands.SayMissing]:
     missing = state.desk.missing()
     text = in_words(
@@ -57,6 +66,7 @@ def _missing(state: RunState, at: Moment) -> tuple[str, commands.SayMissing]:
         num_complete=state.desk.num_groups_complete,
         num_wanted=state.desk.num_groups_wanted,
         now=at.now,
+        held_by=_what_holds_groups(state),
     )
     fields: dict[str, object] = {
         "step": state.cycle.step + 1,

@@ -213,7 +213,7 @@ class PlanDesk:
     def why_not(self, wanted: Plan) -> str:
         """What keeps this run from any plan like `wanted`; empty when nothing does."""
         if wanted.hybrids and self.hybrids is None:
-            return "this run cannot have hybrid replicas"
+            return f"this run cannot have hybrid replicas{self._what_forbids_replicas()}"
         if wanted.hybrids and wanted.train.dp < wanted.train.ep:
             return (
                 f"a replica has {wanted.train.ep} data-parallel ranks, for EP {wanted.train.ep}, "
@@ -226,6 +226,14 @@ class PlanDesk:
         for problem in check_rules(planned_config(self._config, wanted)):
             if problem not in known:
                 return f"{problem.path} {problem.what}"
+        return ""
+
+    def _what_forbids_replicas(self) -> str:
+        planner = self._config.global_resource_planner
+        if self._config.training.train_backend != "megatron_core":
+            return f": train_backend is {self._config.training.train_backend}"
+        if not planner.runtime_reconfigure_training:
+            return ": runtime_reconfigure_training is false"
         return ""
 
     def _too_many_shards(self, wanted: Plan) -> str:

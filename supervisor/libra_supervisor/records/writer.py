@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from libra.errors import SiteError
 from libra.rollouts.group import CompleteGroup
 from libra.rollouts.trajectory import Trajectory
 from libra.storage.atomic import atomic_write
@@ -68,7 +69,17 @@ class RecordsWriter:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append one line, in one write where the disk takes it; a torn last line is closed first."""
+    """Append one line, in one write where the disk takes it; a torn last line is closed first.
+
+    Raises SiteError where it does not take it.
+    """
+    try:
+        _append_line(path, line)
+    except OSError as error:
+        raise SiteError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _append_line(path: Path, line: bytes) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         size = os.fstat(descriptor).st_size

@@ -76,7 +76,13 @@ class SampleClient:
         router: Router,
         tokenizer: PromptTokenizer,
         settings: GenerationSettings,
+        is_again: bool = False,
     ) -> None:
+        """`is_again`: a try before got no answer in time.
+
+        Then the engine that has the prompt's other requests has no precedence: it may be that one.
+        """
+        self._is_again = is_again
         self.group = group
         self.sample_index = sample_index
         self.tokenizer = tokenizer
@@ -156,7 +162,7 @@ class SampleClient:
         while True:
             request = GenerationRequest(
                 request_id=RequestId(f"{self._name}/t{turn}.{piece}.{attempt}"),
-                prompt_id=None if attempt else self.group.prompt.prompt_id,
+                prompt_id=None if attempt or self._is_again else self.group.prompt.prompt_id,
                 prompt_token_ids=prompt,
                 sampling=sampling,
             )

@@ -163,7 +163,7 @@ class RolloutRunner:
                 async with anyio.create_task_group() as samples:
 
                     def begin_again(index: int) -> None:
-                        samples.start_soon(self._run_sample, group, task, index)
+                        samples.start_soon(self._run_again, group, task, index)
 
                     self._again[group.group_id] = begin_again
                     for index in wanted:
@@ -177,14 +177,19 @@ class RolloutRunner:
         await self._parts.post(SampleStarted(group.group_id, index))
         await self._run_sample(group, task, index)
 
-    async def _run_sample(self, group: AdmittedGroup, task: Task, index: int) -> None:
+    async def _run_again(self, group: AdmittedGroup, task: Task, index: int) -> None:
+        await self._run_sample(group, task, index, is_again=True)
+
+    async def _run_sample(
+        self, group: AdmittedGroup, task: Task, index: int, *, is_again: bool = False
+    ) -> None:
         """One try of a sample; of those that were not cut off one ends it."""
         key = (group.group_id, index)
         self._sample_scopes[key] = scope = anyio.CancelScope()
         outcome: Trajectory | SampleFailed | None = None
         try:
             with scope:
-                outcome = await self._outcome(group, task, index)
+                outcome = await self._outcome(group, task, index, is_again=is_again)
         finally:
             if self._sample_scopes.get(key) is scope:
                 del self._sample_scopes[key]
@@ -196,7 +201,7 @@ class RolloutRunner:
             await self._parts.post(SampleFinished(outcome))
 
     async def _outcome(
-        self, group: AdmittedGroup, task: Task, index: int
+        self, group: AdmittedGroup, task: Task, index: int, *, is_again: bool
     ) -> Trajectory | SampleFailed:
         client = SampleClient(
             group,
@@ -204,6 +209,7 @@ class RolloutRunner:
             router=self._parts.router,
             tokenizer=self._parts.tokenizer,
             settings=self._parts.settings,
+            is_again=is_again,
         )
         self._clients.add(client)
         try:

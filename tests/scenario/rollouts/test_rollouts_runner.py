@@ -684,6 +684,9 @@ async def test_a_sample_asked_for_again_begins_anew_and_ends_once(tmp_path):
         assert len(run.of(SampleStarted)) == 2
         assert run.of(SampleGaveUp) == []
         assert run.fleet.attempts_of(admitted(0).group_id) == 3
+        # Not to the engine that has the prompt's other requests: that one may be what is silent.
+        asked = [it.prompt_id for it in run.fleet.requests if "/s1/" in it.request_id]
+        assert asked == ["row-0", None]
         run.runner.ask_again(admitted(0).group_id, (0, 1))
         await clock.sleep(50)
         assert len(run.of(SampleFinished)) == 2
