@@ -157,7 +157,7 @@ def test_the_run_directory_is_complete(finished):
     )
     assert [name for name in names if not (job.run_dir / name).exists()] == []
     assert len(list((job.run_dir / "weights").iterdir())) <= 3
-    assert len(list((job.run_dir / "checkpoints").iterdir())) == 2
+    assert sum(not it.name.startswith(".") for it in (job.run_dir / "checkpoints").iterdir()) == 2
 
 
 def test_the_first_the_last_and_each_version_that_is_due_are_evaluated(finished):
