@@ -52,7 +52,7 @@ class Stopped:
 
     def renew(self):
         beat = self.side.beat(now=clock.now()).beat
-        self.side.on_envelope(Envelope(0, beat))
+        self.side.on_envelope(Envelope(0, beat), now=clock.now())
 
 
 async def in_bed(story):

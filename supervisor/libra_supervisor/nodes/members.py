@@ -273,7 +273,8 @@ class Members:
         if not session or session == record.session_id:
             raise InvariantError("a new session needs a name of its own")
         if record.may_act:
-            self._lose(record, "it has begun anew", now)
+            is_same = record.hello is not None and _process_in(record.hello) == _process_in(hello)
+            self._lose(record, "its lease had ended" if is_same else "it has begun anew", now)
         is_return = record.num_sessions > 0
         self._detach(record)
         record.hello, record.session_id = hello, session
@@ -347,6 +348,10 @@ def _differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
     left = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     said = f" ({', '.join(names[:_MOST_NAMED])}{left})" if names else ""
     return f"its configuration is another one{said}"
+
+
+def _process_in(hello: Hello) -> tuple[str, int, int]:
+    return hello.boot_id, hello.pid, hello.start_ticks
 
 
 def _is_outrun(hello: Hello, newest: Hello | None) -> bool:
