@@ -43,7 +43,7 @@ from libra_supervisor.nodes.interface import interface_of
 from libra_supervisor.nodes.lease import LeaseTerms, Standing
 from libra_supervisor.nodes.session import KeepLimits
 from libra_supervisor.nodes.site import Site
-from libra_supervisor.nodes.term import obey_term, obeyed_term, read_term
+from libra_supervisor.nodes.term import NODES_NAME, obey_term, obeyed_term, read_term
 from libra_supervisor.nodes.transport import dialled, follower_tls
 from libra_supervisor.notify import Notifier
 from libra_supervisor.process.cgroup import delegated_root
@@ -89,7 +89,7 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
 
 def node_directory(directory: RunDirectory, node: int) -> RunDirectory:
     """What belongs to one node alone: its lock, its term, its ranks' socket, its log relay."""
-    return RunDirectory(directory.root / "nodes" / str(node))
+    return RunDirectory(directory.root / NODES_NAME / str(node))
 
 
 @contextmanager

@@ -120,6 +120,8 @@ class Members:
         """Admit a follower on a new connection, or say why not."""
         refused = self._why_not(hello)
         if refused is not None:
+            if hello.node in self._records:
+                self._records[hello.node].why_refused = refused.reason
             return refused
         record = self._records[hello.node]
         if _is_outrun(hello, record.hello):
@@ -289,7 +291,7 @@ class Members:
         self, record: MemberRecord, connection: int, resend: tuple[Envelope, ...]
     ) -> Admitted:
         replaced = self._detach(record)
-        record.connection = connection
+        record.connection, record.why_refused = connection, ""
         self._record_of[connection] = record
         charter = self._charter
         welcome = Welcome(
