@@ -296,8 +296,7 @@ class NodeHands:
         if command.is_bound:
             env[CONTROL_VARIABLE] = self.control_socket
             if self.lease is not None:
-                self.lease.write()
-                env[LEASE_VARIABLE] = str(self.lease.path)
+                env[LEASE_VARIABLE] = str(self.lease.for_start())
         if DEVICES_VARIABLE in command.env:
             env[DEVICES_VARIABLE] = self._own_devices(command.env[DEVICES_VARIABLE])
         return ProcessSpec(

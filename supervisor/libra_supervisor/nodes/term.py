@@ -81,6 +81,27 @@ def obeyed_term(directory: Path) -> TermRecord | None:
     return _read(directory, _OF_NODE)
 
 
+class KnownEnd:
+    """Which end of a run concerns a follower that nobody tells."""
+
+    def __init__(self) -> None:
+        self._has_looked = False
+        self._before: TermRecord | None = None
+        """What the first look found: the end of an earlier life of the run sends nobody home."""
+
+    def end_in(self, found: TermRecord | None, *, term: int, leader: str) -> RunEnd | None:
+        """`term` is the highest that was obeyed; `leader` is empty when this process has none."""
+        if not self._has_looked:
+            self._has_looked, self._before = True, found
+        if found is None or found.end is None or found.term < term:
+            return None
+        if leader:
+            is_ours = found.term > term or found.leader == leader
+        else:
+            is_ours = found != self._before
+        return found.end if is_ours else None
+
+
 def _check_obeyed(directory: Path, term: int) -> None:
     """Nodes that have obeyed a term would refuse a leader of a lower one for ever."""
     for own in sorted(directory.glob(f"{NODES_NAME}/*/{TERM_NAME}")):
