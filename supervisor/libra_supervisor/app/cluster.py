@@ -369,7 +369,7 @@ class Cluster:
             self._tasks.start_soon(self._ask_to_stop, asked)
 
     async def _ask_to_stop(self, asked: StopAsked) -> None:
-        await self._post(StopRequested(asked.reason, now=asked.in_hurry))
+        await self._post(StopRequested(asked.reason, now=asked.in_hurry, exit_code=asked.exit_code))
 
     async def check_after_stall(self, stalled_s: float) -> None:
         """Before anything is done by a leader that stood still for so long.

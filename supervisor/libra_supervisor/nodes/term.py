@@ -96,10 +96,8 @@ class KnownEnd:
         if found is None or found.end is None or found.term < term:
             return None
         if leader:
-            is_ours = found.term > term or found.leader == leader
-        else:
-            is_ours = found != self._before
-        return found.end if is_ours else None
+            return found.end if found.term > term or found.leader == leader else None
+        return found.end if found != self._before else None
 
 
 def _check_obeyed(directory: Path, term: int) -> None:
