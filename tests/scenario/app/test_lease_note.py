@@ -102,7 +102,7 @@ async def test_a_machine_without_room_for_it_is_named(temporary):
 async def test_the_end_that_ranks_read_is_never_later_than_that_of_the_lease(
     monkeypatch, temporary
 ):
-    """The loop's clock is behind within a turn: what it seems to be off by then counts for nothing."""
+    """The loop's clock is behind within a turn: how much it is off by then is no news."""
     side = member()
     with lease_note(side, "run-1", 1) as note:
         known = LeaseReader(note.path).until()
