@@ -15,7 +15,7 @@ from libra.config.run import RunConfig
 from libra.errors import SiteError
 from libra.ids import NodeRank, RunId
 from libra.version import __version__
-from libra.wire.node import PROTOCOL, Envelope, Hello, KeepOnly, Leave, NodeCommand
+from libra.wire.node import PROTOCOL, Envelope, Hello, KeepOnly, Leave, NodeCommand, StopAsked
 from libra_supervisor import events
 from libra_supervisor.app import cluster as cluster_module
 from libra_supervisor.app.cluster import Cluster
@@ -115,6 +115,17 @@ async def test_why_a_node_is_refused_is_in_status_until_it_is_taken_in(tmp_path)
             assert detail() == "refused: it has obeyed term 2, this is 1"
         async with bed.member(1):
             assert detail() == ""
+
+
+async def test_a_stop_on_another_node_ends_the_run_with_the_code_that_it_has_here(tmp_path):
+    bed = Bed(tmp_path)
+    async with bed.cluster.running(), bed.member(1) as first:
+        asked = msgspec.msgpack.encode(StopAsked("SIGINT on node 1", in_hurry=False, exit_code=130))
+        await first.send(msgspec.msgpack.encode(Envelope(0, 1, 1, asked)))
+        known = events.StopRequested("SIGINT on node 1", now=False, exit_code=130)
+        with anyio.fail_after(10):
+            while known not in bed.posted:
+                await clock.sleep(0.01)
 
 
 async def test_who_was_replaced_says_by_whom(tmp_path):
