@@ -24,6 +24,14 @@ class LeaseFile:
     def write(self, until: float) -> None:
         os.pwrite(self._descriptor, _CONTENT.pack(until), 0)
 
+    def is_at(self, path: Path) -> bool:
+        """Whether who opens `path` gets this file."""
+        try:
+            found = path.stat()
+        except OSError:
+            return False
+        return os.path.samestat(found, os.fstat(self._descriptor))
+
     def close(self) -> None:
         os.close(self._descriptor)
 

@@ -354,6 +354,8 @@ class StopAsked(msgspec.Struct, frozen=True, tag=True):
 
     reason: str
     in_hurry: bool
+    exit_code: int = 0
+    """Of the run, if it comes to its end by this."""
 
 
 class Unfit(msgspec.Struct, frozen=True, tag=True):

@@ -181,11 +181,11 @@ class Follower:
         return self.clock.at(self.world.true)
 
     def settle(self):
-        """What the follower's own alarm does: without a lease the ranks end at once."""
+        """What the follower's own alarm does: the session and the ranks end with the lease."""
         standing = self.side.standing(now=self.now)
-        if self.attempt is not None and standing is not Standing.HELD:
-            self.attempt = None
-            self.say(b"ended")
+        if self.side.has_lapsed(now=self.now):
+            self.end_session("the lease has ended")
+        assert self.attempt is None or standing is Standing.HELD
         if standing is Standing.OVER:
             self.servers.clear()
 
@@ -225,7 +225,7 @@ class Follower:
             self.hang_up()
             return
         try:
-            self.side.on_envelope(message)
+            self.side.on_envelope(message, now=self.now)
         except PeerError as error:
             self.end_session(str(error))
 
@@ -376,8 +376,9 @@ class LinkMachine(RuleBasedStateMachine):
             wire.leader.on_message(wire, wire.up.popleft())
         elif wire.down and wire.follower_open and wire.follower.wire is wire:
             wire.follower.settle()
-            wire.follower.on_message(wire.down.popleft())
-            wire.follower.work()
+            if wire.follower.wire is wire:
+                wire.follower.on_message(wire.down.popleft())
+                wire.follower.work()
 
     @rule(number=st.integers(0, 40), is_leader_told=st.booleans())
     def cut(self, number, is_leader_told):

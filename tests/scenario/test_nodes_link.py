@@ -296,12 +296,35 @@ async def test_a_silence_that_ends_in_time_is_a_suspicion_only():
         await clock.sleep(1.0)
         it.net.is_silent = True
         it.leader.tell(1, replace(0))
-        await clock.sleep(7.0)
+        await clock.sleep(5.2)
         it.net.mend()
         await clock.sleep(8.0)
         assert it.kinds() == [NodeJoined, NodeSuspected, NodeRecovered]
         assert it.hands.commands() == [replace(0)]
         assert it.hands.words() == ["begin"]
+
+
+async def test_a_session_whose_lease_has_ended_is_never_taken_up_again():
+    """Though it is back before it counts as lost: what ended there would be waited for."""
+    async with bed() as it:
+        it.start()
+        await clock.sleep(0.5)
+        it.leader.tell(1, replace(0))
+        await clock.sleep(0.5)
+        it.net.is_silent = True
+        it.leader.tell(1, replace(1))
+        await clock.sleep(7.0)
+        # It dials until its lease is over.
+        it.net.mend()
+        await clock.sleep(3.5)
+        it.follower.say(word(0))
+        assert it.leader.why_untold(1) is None
+        await clock.sleep(5.0)
+        assert it.kinds() == [NodeJoined, NodeSuspected, NodeLost, NodeJoined]
+        lost = next(event for event in it.news if isinstance(event, NodeLost))
+        assert lost.reason == "its lease had ended"
+        assert it.hands.words() == ["begin", "let go", "begin"]
+        assert (it.hands.commands(), it.said()) == ([replace(0)], [])
 
 
 async def test_servers_wait_for_a_leader_that_is_started_again_and_not_for_ever():

@@ -9,7 +9,7 @@ from libra.config.rollout import TpBucket
 from libra.errors import PeerError, SiteError
 from libra.wire.api import PlanOrder
 from libra_supervisor.cli.arguments import parser
-from libra_supervisor.cli.remote import _newest, _order_in, _reply_in, speak
+from libra_supervisor.cli.remote import _call, _newest, _order_in, _reply_in, speak
 from libra_supervisor.process.peer import listen
 from libra_supervisor.run_directory import Holder, RunDirectory
 
@@ -119,3 +119,10 @@ def test_a_node_is_named_by_its_rank(verb, capsys):
 
 def test_other_verbs_name_no_plan():
     assert _order_in(parser().parse_args(["stop"])) is None
+
+
+def test_a_control_plane_that_stands_still_is_the_site_s_fault(tmp_path):
+    run = tmp_path / "run"
+    said = f"{run} did not answer within 0.1 s: its process stands still"
+    with socket_of(run, at=1), pytest.raises(SiteError, match=said):
+        _call(RunDirectory(run), "GET", "/v1/status", b"", timeout_s=0.1)

@@ -3,12 +3,15 @@
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from libra import clock
+from libra.config.nodes import NodesConfig
 from libra.errors import SiteError
 from libra.storage.lease_file import LeaseFile, LeaseReader
-from libra.trainer.lease_watch import watch_lease
+from libra.trainer.lease_watch import _PERIOD_S, SLACK_S, watch_lease
+from libra_supervisor.nodes.lease import LeaseTerms
 
 RANK = """
 import sys, time
@@ -49,3 +52,11 @@ def test_what_is_written_is_what_is_read(tmp_path):
 def test_a_lease_that_is_not_there_is_the_site_s_fault(tmp_path):
     with pytest.raises(SiteError, match="cannot be read"):
         watch_lease(tmp_path / "gone")
+
+
+def test_a_rank_has_ended_before_its_node_counts_as_lost_however_short_the_lease():
+    shortest = msgspec.convert({"node_lease_s": 1}, NodesConfig).node_lease_s
+    terms = LeaseTerms(lease_s=shortest, orphan_grace_s=0.0)
+    left_s = terms.lost_after_s - terms.lease_s
+    # Looked at a period late at most; the rest is for a machine that is slow to run it.
+    assert left_s * 0.6 >= SLACK_S + _PERIOD_S

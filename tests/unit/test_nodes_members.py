@@ -362,6 +362,33 @@ def test_a_damaged_term_is_not_taken_for_none(tmp_path, content, read, advice):
     assert read(tmp_path)
 
 
+@pytest.mark.parametrize("run_s", [None, 1, 2])
+def test_a_leader_that_its_nodes_would_refuse_for_ever_does_not_begin(tmp_path, run_s):
+    own = tmp_path / "nodes" / "1"
+    own.mkdir(parents=True)
+    obey_term(own, 3, "L")
+    if run_s is not None:
+        obey_term(tmp_path, run_s, "L")
+    with pytest.raises(SiteError, match=r"two leaders.* being 3 at least, and being higher") as it:
+        take_term(tmp_path, "another")
+    said = f"{tmp_path}/term.json is gone or out of date: {own}/term.json says that the node has"
+    assert str(it.value).startswith(f"{said} obeyed term 3. ")
+    # What it says to do helps, and so does what the leader writes by itself.
+    obey_term(tmp_path, 3, "")
+    assert take_term(tmp_path, "another") == 4
+    # A node's own damage is for the node to say.
+    (own / "term.json").write_text("{")
+    assert take_term(tmp_path, "another") == 5
+
+
+def test_no_term_is_written_that_nobody_could_read(tmp_path):
+    obey_term(tmp_path, 10**9 - 1, "")
+    assert take_term(tmp_path, "L") == 10**9
+    with pytest.raises(SiteError, match=f"no term comes after {10**9}; start a new run directory"):
+        take_term(tmp_path, "L")
+    assert read_term(tmp_path).term == 10**9
+
+
 def test_a_term_that_cannot_be_written_is_the_site_s_fault(tmp_path):
     with pytest.raises(SiteError, match=r"cannot write .*No such file"):
         take_term(tmp_path / "gone", "L")

@@ -42,6 +42,7 @@ from libra_supervisor.instances.port_lease import lease_port
 from libra_supervisor.nodes.interface import interface_of
 from libra_supervisor.nodes.leader import ClusterEvent, LeaderEnd, NodeSaid
 from libra_supervisor.nodes.lease import LeaseTerms
+from libra_supervisor.nodes.member_record import MemberRecord
 from libra_supervisor.nodes.members import (
     Charter,
     NodeJoined,
@@ -262,7 +263,7 @@ class Cluster:
                 host=self.site.hosts[record.node],
                 state=record.state.value,
                 since_s=now - record.since,
-                detail="; ".join(filter(None, (record.why_silent, note_of(record.node)))),
+                detail="; ".join(filter(None, (*_reasons(record), note_of(record.node)))),
             )
             for record in self._end.records
         )
@@ -368,7 +369,7 @@ class Cluster:
             self._tasks.start_soon(self._ask_to_stop, asked)
 
     async def _ask_to_stop(self, asked: StopAsked) -> None:
-        await self._post(StopRequested(asked.reason, now=asked.in_hurry))
+        await self._post(StopRequested(asked.reason, now=asked.in_hurry, exit_code=asked.exit_code))
 
     async def check_after_stall(self, stalled_s: float) -> None:
         """Before anything is done by a leader that stood still for so long.
@@ -415,6 +416,12 @@ class Cluster:
         if (found.term, found.leader) == (self._term, self._leader):
             return ""
         return f"another leader (term {found.term}) took over {root} from this one {own}"
+
+
+def _reasons(record: MemberRecord) -> tuple[str, ...]:
+    """What the leader knows of why a node is away, or of another one in its name."""
+    refused = f"refused: {record.why_refused}" if record.why_refused else ""
+    return record.why_silent, refused
 
 
 def _visible(node: NodeRank, slots: list[int], devices: Sequence[str]) -> tuple[str, ...]:

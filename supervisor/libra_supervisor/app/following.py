@@ -43,7 +43,7 @@ from libra_supervisor.nodes.interface import interface_of
 from libra_supervisor.nodes.lease import LeaseTerms, Standing
 from libra_supervisor.nodes.session import KeepLimits
 from libra_supervisor.nodes.site import Site
-from libra_supervisor.nodes.term import obey_term, obeyed_term, read_term
+from libra_supervisor.nodes.term import NODES_NAME, KnownEnd, obey_term, obeyed_term, read_term
 from libra_supervisor.nodes.transport import dialled, follower_tls
 from libra_supervisor.notify import Notifier
 from libra_supervisor.process.cgroup import delegated_root
@@ -89,7 +89,7 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
 
 def node_directory(directory: RunDirectory, node: int) -> RunDirectory:
     """What belongs to one node alone: its lock, its term, its ranks' socket, its log relay."""
-    return RunDirectory(directory.root / "nodes" / str(node))
+    return RunDirectory(directory.root / NODES_NAME / str(node))
 
 
 @contextmanager
@@ -215,7 +215,10 @@ class _Follower:
             hands.speak_through(Tongue(end.say, end.say_when_room))
             hands.make_through(NodeMaking(self._making_site(spawner, end), tasks))
             self._stop.ask_through(side, end.say)
-            with rank_socket(self._own.root) as (path, listener), lease_note(side) as lease:
+            with (
+                rank_socket(self._own.root) as (path, listener),
+                lease_note(side, self._run_id, self._following.site.rank) as lease,
+            ):
                 hands.control_socket, hands.lease = path, lease
                 tasks.start_soon(lease.run)
                 tasks.start_soon(
@@ -347,22 +350,21 @@ class _Follower:
                 self._leave(SiteError.exit_code, reason)
 
     async def _learn_of_end(self, side: Allegiance) -> None:
-        """Leave when the leader that this node obeyed has ended the run and could not tell it."""
+        """Leave when the run is ended by a leader that could not tell this node."""
+        known = KnownEnd()
         while True:
+            if side.standing(now=clock.now()) is not Standing.HELD:
+                try:
+                    found = await anyio.to_thread.run_sync(
+                        read_term, self._following.directory.root, abandon_on_cancel=True
+                    )
+                except SiteError as error:
+                    _log.warning("term_not_read", why=str(error))
+                else:
+                    end = known.end_in(found, term=side.term, leader=side.leader)
+                    if end is not None:
+                        self._leave(end.exit_code, f"the run is over: {end.reason}")
             await clock.sleep(_END_LOOK_S)
-            if side.standing(now=clock.now()) is Standing.HELD or not side.leader:
-                continue
-            try:
-                found = await anyio.to_thread.run_sync(
-                    read_term, self._following.directory.root, abandon_on_cancel=True
-                )
-            except SiteError as error:
-                _log.warning("term_not_read", why=str(error))
-                continue
-            if found is None or (found.term, found.leader) != (side.term, side.leader):
-                continue
-            if found.end is not None:
-                self._leave(found.end.exit_code, f"the run is over: {found.end.reason}")
 
     async def _note_log(self, event: ChildEvent) -> None:
         _log.warning("child_log", kind=type(event).__name__, child=event.child_id)

@@ -16,6 +16,7 @@ _PATIENT_STOPS: Final = 2
 """The leader is asked for an orderly end, then for a quick one; a third signal waits for nobody."""
 
 _LOOK_PERIOD_S: Final = 0.1
+_NO_LEADER: Final = "no leader to end the run with"
 
 _log = get_log()
 
@@ -50,11 +51,17 @@ class LocalStop:
         _log.info("signal_received", signal=number.name, count=self._num_signals)
         if self._num_signals == 1:
             self._first = number
-        if not self._is_held() or self._num_signals > _PATIENT_STOPS:
-            self._leave_alone()
+        if not self._is_held():
+            self._leave_alone(_NO_LEADER)
             return
-        is_repeated = self._num_signals > 1
-        self._asked = StopAsked(f"{number.name} on node {self._node}", in_hurry=is_repeated)
+        if self._num_signals > _PATIENT_STOPS:
+            self._leave_alone(f"{self._num_signals} signals: this node leaves without its leader")
+            return
+        self._asked = StopAsked(
+            f"{number.name} on node {self._node}",
+            in_hurry=self._num_signals > 1,
+            exit_code=_code_of(number),
+        )
         self.repeat()
 
     def repeat(self) -> None:
@@ -67,7 +74,7 @@ class LocalStop:
         while True:
             await clock.sleep(_LOOK_PERIOD_S)
             if self._asked is not None and not self._is_held() and clock.now() >= self._waits_until:
-                self._leave_alone()
+                self._leave_alone(_NO_LEADER)
 
     def _is_held(self) -> bool:
         """Whether there is a lease; notes its end."""
@@ -76,6 +83,9 @@ class LocalStop:
         self._waits_until = self._side.lease.until
         return True
 
-    def _leave_alone(self) -> None:
-        code = INTERRUPTED if self._first == signal.SIGINT else 0
-        self._leave(code, f"{self._first.name}, and no leader to end the run with")
+    def _leave_alone(self, why: str) -> None:
+        self._leave(_code_of(self._first), f"{self._first.name}, and {why}")
+
+
+def _code_of(number: signal.Signals) -> int:
+    return INTERRUPTED if number == signal.SIGINT else 0

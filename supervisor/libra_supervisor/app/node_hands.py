@@ -36,6 +36,7 @@ DEVICES_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 ATTEMPT_VARIABLE: Final = "LIBRA_ATTEMPT"
 GANG_VARIABLE: Final = "LIBRA_GANG"
 _KILL_WAIT_S: Final = 5.0
+_LET_GO: Final = "its session ended while it was started"
 
 _log = get_log()
 
@@ -205,6 +206,7 @@ class NodeHands:
         before = [it for it in self._held.values() if it.child_id == command.child_id]
         await self._end_all(before, self._deadlines)
         if session != self._session:
+            self._say(wire.Failed(command.call, _LET_GO))
             return
         try:
             child = await self._spawner.spawn(self._spec(command), command.incarnation)
@@ -221,6 +223,7 @@ class NodeHands:
         if session != self._session:
             # Its session ended while it was started: nobody knows of it.
             await self._end_all([held], StopDeadlines(term_grace_s=0, kill_wait_s=_KILL_WAIT_S))
+            self._say(wire.Failed(command.call, _LET_GO))
             return
         self._say_started(command.call, child)
         self._tasks.start_soon(self._watch, held)
@@ -293,8 +296,7 @@ class NodeHands:
         if command.is_bound:
             env[CONTROL_VARIABLE] = self.control_socket
             if self.lease is not None:
-                self.lease.write()
-                env[LEASE_VARIABLE] = str(self.lease.path)
+                env[LEASE_VARIABLE] = str(self.lease.for_start())
         if DEVICES_VARIABLE in command.env:
             env[DEVICES_VARIABLE] = self._own_devices(command.env[DEVICES_VARIABLE])
         return ProcessSpec(

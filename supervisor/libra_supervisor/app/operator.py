@@ -345,6 +345,9 @@ def waiting_for(control: Control) -> str:
         parts.append(f"nothing serves: {left} batches are left before a server comes back")
     elif idle := control.plans.idle:
         parts.append(f"slots {slots_in_words(sorted(idle))} are idle since a replica was lost")
+    members = control.pool.members
+    if members and all(member.is_drained_by_operator for member in members):
+        parts.append("every server is drained by order: nothing is asked of any until undrain")
     if (progress := control.evaluator.progress) is not None:
         num_ended, total = progress
         parts.append(f"{num_ended} of {total} trajectories are evaluated")

@@ -105,7 +105,7 @@ def _changed_at(path: Path) -> float:
 def _call(
     directory: RunDirectory, method: str, path: str, body: bytes, *, timeout_s: float = TIMEOUT_S
 ) -> bytes:
-    """One request. Raises SiteError when nobody listens, PeerError for an odd answer."""
+    """One request. Raises SiteError when nobody listens or answers, PeerError for an odd answer."""
     connection = _UnixConnection(directory.root, timeout_s)
     try:
         connection.request(method, path, body=body or None)
@@ -115,6 +115,11 @@ def _call(
     except ConnectionRefusedError:
         # As on every machine but the leader's, where a shared run directory shows its socket.
         raise SiteError(f"{_nobody(directory)}{_elsewhere(directory)}") from None
+    except TimeoutError:
+        raise SiteError(
+            f"the control plane of {directory.root} did not answer within {timeout_s:g} s: its "
+            "process stands still (is it stopped, or does its machine swap?)"
+        ) from None
     except (OSError, HTTPException) as error:
         raise PeerError(f"the control plane of {directory.root} did not answer: {error}") from error
     finally:

@@ -1,11 +1,12 @@
 """The follower's side: which leader it obeys, and what it may do at this moment. Pure.
 
-Work is taken only while the lease is held; what comes in between waits. When the session is over
-(the leader said so, or another one leads) everything that was done in it is let go of before the
-next Hello, which the caller does; see `Standing`.
+Work is taken only while the lease is held. When the session is over (its lease has ended, the
+leader said so, or another one leads) everything that was done in it is let go of before the next
+Hello, which the caller does; see `Standing`.
 """
 
 from collections import deque
+from typing import Final
 
 import msgspec
 
@@ -14,6 +15,8 @@ from libra.ids import ChildId
 from libra.wire.node import Envelope, Hello, Refused, Welcome
 from libra_supervisor.nodes.lease import Lease, LeaseTerms, Standing
 from libra_supervisor.nodes.session import KeepLimits, Session
+
+LAPSED: Final = "the lease has ended"
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -109,11 +112,13 @@ class Allegiance:
             return self.end_session("the leader does not know the session", now=now)
         return self._opened(reply, now)
 
-    def on_envelope(self, envelope: Envelope) -> None:
+    def on_envelope(self, envelope: Envelope, *, now: float) -> None:
         """Take one message of the open session; `take` gives out its body.
 
-        Raises PeerError when it makes no sense: then the session is over.
+        Raises PeerError when it makes no sense, or comes after the lease: then the session is over.
         """
+        if self.has_lapsed(now=now):
+            raise PeerError(LAPSED)
         self._session.on_ack(envelope.ack)
         self._lease.on_heard(envelope.beat)
         if envelope.number and self._session.on_number(envelope.number):
@@ -140,6 +145,10 @@ class Allegiance:
         """By the clock alone, whoever is connected."""
         return self._lease.standing(now=now)
 
+    def has_lapsed(self, *, now: float) -> bool:
+        """Whether the open session's lease has ended: it is never renewed, the session is over."""
+        return bool(self._session_id) and self._lease.has_lapsed(now=now)
+
     def end_session(self, reason: str, *, now: float) -> SessionOver:
         """Nothing of it counts any more, neither what waits to be done nor what waits to go."""
         self._session_id = ""
@@ -156,6 +165,8 @@ class Allegiance:
         return None
 
     def _resumed(self, welcome: Welcome, now: float) -> Opened | SessionOver:
+        if self.has_lapsed(now=now):
+            return self.end_session(LAPSED, now=now)
         try:
             self._session.resume(welcome.received, beat=0)
         except PeerError as error:

@@ -19,7 +19,7 @@ from libra.ids import ChildId
 from libra.tracing.log import get_log
 from libra.wire.decoding import decoded
 from libra.wire.node import NodeCommand, NodeEvent, Unfit, Welcome
-from libra_supervisor.nodes.allegiance import Allegiance, Opened, SessionOver, TurnedAway
+from libra_supervisor.nodes.allegiance import LAPSED, Allegiance, Opened, SessionOver, TurnedAway
 from libra_supervisor.nodes.connection import Connection, received_envelope, received_reply
 from libra_supervisor.nodes.lease import Standing
 from libra_supervisor.nodes.outgoing import Outgoing
@@ -76,6 +76,7 @@ class FollowerEnd:
 
     def say(self, event: NodeEvent) -> None:
         """Have the leader told, now or after the next reconnect; dropped without a session."""
+        self._end_if_lapsed()
         if not self._allegiance.session_id:
             return
         try:
@@ -114,6 +115,7 @@ class FollowerEnd:
     async def _has_answer(self) -> bool:
         """Connect once, until the end of it; whether a leader dealt with us."""
         num_answers = self._num_answers
+        self._end_if_lapsed()
         if not self._allegiance.session_id:
             # The Hello that follows promises it.
             await self._let_go("the session is over")
@@ -212,7 +214,7 @@ class FollowerEnd:
         while (envelope := await received_envelope(connection)) is not None:
             self._heard_at = clock.now()
             try:
-                self._allegiance.on_envelope(envelope)
+                self._allegiance.on_envelope(envelope, now=clock.now())
             except PeerError as error:
                 self._end_session(str(error))
                 return
@@ -238,16 +240,17 @@ class FollowerEnd:
     async def _watch_lease(self) -> None:
         """What the clock alone decides: let go at the lease's end, give up after the grace."""
         while True:
+            self._end_if_lapsed()
             lease = self._allegiance.lease
             now = clock.now()
             match self._allegiance.standing(now=now):
                 case Standing.HELD:
                     wait_until = lease.until
                 case Standing.LET_GO:
-                    await self._let_go("the lease has ended")
+                    await self._let_go(LAPSED)
                     wait_until = min(lease.orphaned_at, now + lease.terms.beat_period_s)
                 case Standing.OVER:
-                    await self._let_go("the lease has ended")
+                    await self._let_go(LAPSED)
                     await self._hands.end_servers("no leader came back in time")
                     wait_until = now + lease.terms.beat_period_s
             await clock.sleep_until(wait_until)
@@ -257,6 +260,11 @@ class FollowerEnd:
             if not self._is_let_go:
                 self._is_let_go = True
                 await self._hands.let_go(reason)
+
+    def _end_if_lapsed(self) -> None:
+        """Its end came without the leader knowing: what ended since is not told as a failure."""
+        if self._allegiance.has_lapsed(now=clock.now()):
+            self._end_session(LAPSED)
 
     def _end_session(self, reason: str) -> None:
         """Everything of it is let go of before the next Hello."""

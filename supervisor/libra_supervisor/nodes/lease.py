@@ -65,6 +65,7 @@ class Lease:
     def __init__(self, terms: LeaseTerms, *, now: float) -> None:
         self._terms = terms
         self._until = now
+        self._was_held = False
         self._num_beats = 0
         self._open: deque[tuple[int, float]] = deque()
         """The first sign of life of each moment, and when it was sent."""
@@ -104,11 +105,16 @@ class Lease:
         while self._open and self._open[0][0] <= beat:
             _, sent_at = self._open.popleft()
             self._until = max(self._until, sent_at + self._terms.lease_s)
+            self._was_held = True
 
     def end(self, *, now: float) -> None:
         """Let go at once. What was sent before confers nothing any more."""
         self._until = min(self._until, now)
         self._open.clear()
+
+    def has_lapsed(self, *, now: float) -> bool:
+        """Whether it was held, and its end has passed: what ended with it does not come back."""
+        return self._was_held and now >= self._until
 
     def standing(self, *, now: float) -> Standing:
         if now < self._until:

@@ -51,6 +51,9 @@ class MemberRecord(msgspec.Struct, kw_only=True):
     """A lease that the follower holds began no later than this."""
 
     why_silent: str = ""
+    why_refused: str = ""
+    """Of the newest Hello, if it was not admitted."""
+
     num_sessions: int = 0
 
     @property

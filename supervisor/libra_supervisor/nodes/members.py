@@ -120,6 +120,8 @@ class Members:
         """Admit a follower on a new connection, or say why not."""
         refused = self._why_not(hello)
         if refused is not None:
+            if hello.node in self._records:
+                self._records[hello.node].why_refused = refused.reason
             return refused
         record = self._records[hello.node]
         if _is_outrun(hello, record.hello):
@@ -273,7 +275,8 @@ class Members:
         if not session or session == record.session_id:
             raise InvariantError("a new session needs a name of its own")
         if record.may_act:
-            self._lose(record, "it has begun anew", now)
+            is_same = record.hello is not None and _process_in(record.hello) == _process_in(hello)
+            self._lose(record, "its lease had ended" if is_same else "it has begun anew", now)
         is_return = record.num_sessions > 0
         self._detach(record)
         record.hello, record.session_id = hello, session
@@ -288,7 +291,7 @@ class Members:
         self, record: MemberRecord, connection: int, resend: tuple[Envelope, ...]
     ) -> Admitted:
         replaced = self._detach(record)
-        record.connection = connection
+        record.connection, record.why_refused = connection, ""
         self._record_of[connection] = record
         charter = self._charter
         welcome = Welcome(
@@ -347,6 +350,10 @@ def _differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
     left = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     said = f" ({', '.join(names[:_MOST_NAMED])}{left})" if names else ""
     return f"its configuration is another one{said}"
+
+
+def _process_in(hello: Hello) -> tuple[str, int, int]:
+    return hello.boot_id, hello.pid, hello.start_ticks
 
 
 def _is_outrun(hello: Hello, newest: Hello | None) -> bool:

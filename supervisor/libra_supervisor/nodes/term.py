@@ -15,7 +15,10 @@ from libra.errors import SiteError
 from libra.storage.atomic import atomic_write
 
 TERM_NAME: Final = "term.json"
-_HIGHEST: Final = 10**15
+NODES_NAME: Final = "nodes"
+_HIGHEST: Final = 10**9
+"""The last one: calls are numbered from the term in 64 bits."""
+
 _ADVICE: Final = (
     "A term that is taken twice would give two leaders, so: end every node of the run and write "
     '{"term": N, "leader": ""} into it, N '
@@ -45,10 +48,15 @@ class TermRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 def take_term(directory: Path, leader: str) -> int:
     """Begin the next term; only its holder may call this. Durable before it returns.
 
-    Raises SiteError, as `read_term` does, and when the disk refuses.
+    Raises SiteError, as `read_term` does, when a node has obeyed a term that is missing here, and
+    when the disk refuses.
     """
     found = read_term(directory)
     term = 1 if found is None else found.term + 1
+    _check_obeyed(directory, term)
+    if term > _HIGHEST:
+        path = directory / TERM_NAME
+        raise SiteError(f"{path}: no term comes after {_HIGHEST}; start a new run directory")
     _write(directory, TermRecord(term, leader))
     return term
 
@@ -71,6 +79,39 @@ def read_term(directory: Path) -> TermRecord | None:
 def obeyed_term(directory: Path) -> TermRecord | None:
     """The newest term that a node has obeyed, in its own directory; as `read_term`."""
     return _read(directory, _OF_NODE)
+
+
+class KnownEnd:
+    """Which end of a run concerns a follower that nobody tells."""
+
+    def __init__(self) -> None:
+        self._has_looked = False
+        self._before: TermRecord | None = None
+        """What the first look found: the end of an earlier life of the run sends nobody home."""
+
+    def end_in(self, found: TermRecord | None, *, term: int, leader: str) -> RunEnd | None:
+        """`term` is the highest that was obeyed; `leader` is empty when this process has none."""
+        if not self._has_looked:
+            self._has_looked, self._before = True, found
+        if found is None or found.end is None or found.term < term:
+            return None
+        if leader:
+            return found.end if found.term > term or found.leader == leader else None
+        return found.end if found != self._before else None
+
+
+def _check_obeyed(directory: Path, term: int) -> None:
+    """Nodes that have obeyed a term would refuse a leader of a lower one for ever."""
+    for own in sorted(directory.glob(f"{NODES_NAME}/*/{TERM_NAME}")):
+        try:
+            obeyed = obeyed_term(own.parent)
+        except SiteError:
+            continue  # the node itself says so
+        if obeyed is not None and obeyed.term >= term:
+            raise SiteError(
+                f"{directory / TERM_NAME} is gone or out of date: {own} says that the node has "
+                f"obeyed term {obeyed.term}. {_ADVICE}being {obeyed.term} at least, and {_OF_RUN}"
+            )
 
 
 def _read(directory: Path, advice: str) -> TermRecord | None:

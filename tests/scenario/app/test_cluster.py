@@ -15,7 +15,7 @@ from libra.config.run import RunConfig
 from libra.errors import SiteError
 from libra.ids import NodeRank, RunId
 from libra.version import __version__
-from libra.wire.node import PROTOCOL, Envelope, Hello, KeepOnly, Leave, NodeCommand
+from libra.wire.node import PROTOCOL, Envelope, Hello, KeepOnly, Leave, NodeCommand, StopAsked
 from libra_supervisor import events
 from libra_supervisor.app import cluster as cluster_module
 from libra_supervisor.app.cluster import Cluster
@@ -53,16 +53,18 @@ class Bed:
         self.posted.append(event)
 
     @asynccontextmanager
-    async def member(self, node):
+    async def member(self, node, **changes):
         """A follower whose words are written by hand."""
         hello = Hello(
             protocol=PROTOCOL, version=__version__, config_digest=config_digest(CONFIG),
             run_id="r", node=node, host="h", boot_id=f"b{node}", pid=1, start_ticks=1, dial=1,
         )  # fmt: skip
+        hello = msgspec.structs.replace(hello, **changes)
         async with dialled("127.0.0.1", self.site.port, token=TOKEN) as connection:
             await connection.send(msgspec.msgpack.encode(hello))
             await connection.receive()
-            assert events.NodeJoined(NodeRank(node)) in self.posted
+            if not changes:
+                assert events.NodeJoined(NodeRank(node)) in self.posted
             yield connection
 
 
@@ -100,6 +102,30 @@ async def test_all_members_are_dismissed_whatever_became_of_a_session(tmp_path, 
             await dismissed.wait()
         states = [status.state for status in bed.cluster.status(lambda _: "")]
         assert states == ["leads", "suspected", "member"]
+
+
+async def test_why_a_node_is_refused_is_in_status_until_it_is_taken_in(tmp_path):
+    bed = Bed(tmp_path)
+
+    def detail():
+        return bed.cluster.status(lambda _: "")[1].detail
+
+    async with bed.cluster.running():
+        async with bed.member(1, term=2):
+            assert detail() == "refused: it has obeyed term 2, this is 1"
+        async with bed.member(1):
+            assert detail() == ""
+
+
+async def test_a_stop_on_another_node_ends_the_run_with_the_code_that_it_has_here(tmp_path):
+    bed = Bed(tmp_path)
+    async with bed.cluster.running(), bed.member(1) as first:
+        asked = msgspec.msgpack.encode(StopAsked("SIGINT on node 1", in_hurry=False, exit_code=130))
+        await first.send(msgspec.msgpack.encode(Envelope(0, 1, 1, asked)))
+        known = events.StopRequested("SIGINT on node 1", now=False, exit_code=130)
+        with anyio.fail_after(10):
+            while known not in bed.posted:
+                await clock.sleep(0.01)
 
 
 async def test_who_was_replaced_says_by_whom(tmp_path):

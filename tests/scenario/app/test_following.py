@@ -28,7 +28,7 @@ from libra_supervisor.app.following import (
 from libra_supervisor.app.recall import record_run_id
 from libra_supervisor.app.shared_config import config_digest, option_digests
 from libra_supervisor.nodes.site import Site
-from libra_supervisor.nodes.term import RunEnd, end_term
+from libra_supervisor.nodes.term import RunEnd, end_term, obey_term
 from libra_supervisor.run_directory import LOCK_NAME, Holder, RunDirectory, held
 
 HERE = os.uname().nodename
@@ -271,15 +271,13 @@ def over_two_nodes():
     return Plan(strategy="configured", train=train, instances=servers)
 
 
-@pytest.mark.parametrize("by", ["L1", "another leader of that term"])
+@pytest.mark.parametrize(
+    ("term", "by"), [(1, "L1"), (1, "another leader of that term"), (2, "a later leader")]
+)
 async def test_a_node_that_the_leader_could_not_tell_reads_of_the_end_of_the_run(
-    tmp_path, free_ports, by
+    tmp_path, free_ports, term, by
 ):
-    told = following(tmp_path, port=free_ports(1), node_lease_s=1, node_orphan_grace_s=1)
-    supervision = msgspec.structs.replace(told.config.supervision, start_timeout_s=4)
-    config = msgspec.structs.replace(told.config, supervision=supervision)
-    told = msgspec.structs.replace(told, config=config)
-    record_run_id(told.directory, "run-1")
+    told = impatient(tmp_path, free_ports)
 
     async def story():
         # Of the life before: nobody is sent home by it.
@@ -287,9 +285,57 @@ async def test_a_node_that_the_leader_could_not_tell_reads_of_the_end_of_the_run
         async with leading(told) as leader:
             await leader.until_joined()
             await clock.sleep(0.5)
-        end_term(told.directory.root, 1, by, RunEnd(0, "all steps are trained"))
+        end_term(told.directory.root, term, by, RunEnd(4, "a child failed"))
 
     outcome = await outcome_after(told, story)
-    known = (0, "the run is over: all steps are trained")
-    unknown = (5, "no leader for 4 s after the servers here were ended")
-    assert (outcome.exit_code, outcome.reason) == (known if by == "L1" else unknown)
+    known = (4, "the run is over: a child failed")
+    is_known = by != "another leader of that term"
+    assert (outcome.exit_code, outcome.reason) == (known if is_known else ALONE)
+
+
+def impatient(tmp_path, free_ports):
+    """It waits for few seconds where others wait for minutes."""
+    told = following(tmp_path, port=free_ports(1), node_lease_s=1, node_orphan_grace_s=1)
+    supervision = msgspec.structs.replace(told.config.supervision, start_timeout_s=4)
+    config = msgspec.structs.replace(told.config, supervision=supervision)
+    record_run_id(told.directory, "run-1")
+    return msgspec.structs.replace(told, config=config)
+
+
+ALONE = (5, "no leader for 4 s after the servers here were ended")
+
+
+@pytest.mark.parametrize("has_obeyed", [False, True])
+@pytest.mark.parametrize("ends_again", [False, True])
+async def test_who_never_joined_reads_of_an_end_too_and_not_of_that_of_a_life_before(
+    tmp_path, free_ports, has_obeyed, ends_again
+):
+    told = impatient(tmp_path, free_ports)
+    end_term(told.directory.root, 1, "L1", RunEnd(0, "all steps are trained"))
+    if has_obeyed:
+        obey_term(node_directory(told.directory, 1).root, 1, "L1")
+
+    async def story():
+        await clock.sleep(1.0)
+        if ends_again:
+            end_term(told.directory.root, 2, "L2", RunEnd(4, "a child failed"))
+
+    outcome = await outcome_after(told, story)
+    known = (4, "the run is over: a child failed")
+    assert (outcome.exit_code, outcome.reason) == (known if ends_again else ALONE)
+
+
+async def test_who_is_a_member_is_told_of_the_end_and_reads_it_nowhere(tmp_path, free_ports):
+    told = impatient(tmp_path, free_ports)
+
+    async def story():
+        async with leading(told) as leader:
+            await leader.until_joined()
+            await clock.sleep(0.5)
+            end_term(told.directory.root, 1, "L1", RunEnd(4, "a child failed"))
+            await clock.sleep(3.0)
+            leader.end.tell(1, Leave(0, "stopped"))
+            await leader.until(lambda it: not it.end.records[0].session.num_kept)
+
+    outcome = await outcome_after(told, story)
+    assert (outcome.exit_code, outcome.reason) == (0, "stopped")
