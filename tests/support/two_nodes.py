@@ -23,7 +23,7 @@ from libra_supervisor.nodes.session import KeepLimits
 from libra_supervisor.process.tree import StopDeadlines
 from libra_supervisor.ranks.link import accept_ranks, rank_socket
 
-TERMS = LeaseTerms(lease_s=1.0, orphan_grace_s=30.0)
+TERMS = LeaseTerms(lease_s=3.0, orphan_grace_s=30.0)
 
 
 class TwoNodes:
