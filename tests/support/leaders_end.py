@@ -1,5 +1,6 @@
 """A leader's end of the link on a real port, for followers that run their whole program."""
 
+import os
 import secrets
 from contextlib import asynccontextmanager
 from random import Random
@@ -13,6 +14,9 @@ from libra_supervisor.nodes.leader import LeaderEnd, NodeSaid
 from libra_supervisor.nodes.lease import LeaseTerms
 from libra_supervisor.nodes.members import Charter, NodeJoined
 from libra_supervisor.nodes.transport import node_listener
+
+RUN_ID = f"followed-{os.getpid()}"
+"""A follower ends all that runs on the machine under its run's name: no other test has it."""
 
 
 class Leading:
@@ -52,7 +56,7 @@ class Leading:
 
 
 @asynccontextmanager
-async def leading(told, *, run_id="run-1", term=1):
+async def leading(told, *, run_id=RUN_ID, term=1):
     """Lead where `told` dials."""
     it = Leading(told, run_id, term)
     site = told.site

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from fake_runs import write_config
-from leaders_end import leading
+from leaders_end import RUN_ID, leading
 from libra import clock
 from libra.config.load import dump_resolved, load_config
 from libra.errors import SiteError
@@ -66,8 +66,8 @@ def following(tmp_path, *, port=9, environ=None, **options):
 
 async def test_a_machine_that_leads_is_no_follower_too_and_its_children_are_left_alone(tmp_path):
     told = following(tmp_path)
-    record_run_id(told.directory, "run-1")
-    env = {"LIBRA_RUN_ID": "run-1", "LIBRA_CHILD_ID": "vllm-0"}
+    record_run_id(told.directory, RUN_ID)
+    env = {"LIBRA_RUN_ID": RUN_ID, "LIBRA_CHILD_ID": "vllm-0"}
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=env)
     try:
         with held(told.directory):
@@ -157,7 +157,7 @@ async def test_while_it_waits_for_its_leader_systemd_is_asked_for_more_time(
     path = str(tmp_path / "notify")
     told = following(tmp_path, port=free_ports(1), environ={"NOTIFY_SOCKET": path}, node_lease_s=2)
     if has_run:
-        record_run_id(told.directory, "run-1")
+        record_run_id(told.directory, RUN_ID)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(path)
         manager.setblocking(False)
@@ -187,7 +187,7 @@ async def test_a_stop_that_no_leader_answers_is_carried_out_when_the_lease_ends(
     tmp_path, free_ports
 ):
     told = following(tmp_path, port=free_ports(1), node_lease_s=2)
-    record_run_id(told.directory, "run-1")
+    record_run_id(told.directory, RUN_ID)
 
     async def story():
         async with leading(told) as leader:
@@ -202,7 +202,7 @@ async def test_a_stop_that_no_leader_answers_is_carried_out_when_the_lease_ends(
 
 async def test_a_leader_that_takes_over_after_a_stop_hears_of_it(tmp_path, free_ports):
     told = following(tmp_path, port=free_ports(1), node_lease_s=10)
-    record_run_id(told.directory, "run-1")
+    record_run_id(told.directory, RUN_ID)
 
     async def story():
         async with leading(told) as leader:
@@ -227,7 +227,7 @@ async def test_a_machine_that_lacks_what_its_part_of_the_plan_needs_is_no_member
 ):
     base = free_ports(3)
     told = following(tmp_path, port=base, node_lease_s=2, rollout_port_base=base + 1)
-    record_run_id(told.directory, "run-1")
+    record_run_id(told.directory, RUN_ID)
     write_plan(told, over_two_nodes())
     with socket.create_server(("127.0.0.2" if is_taken else "127.0.0.1", base + 2)):
 
@@ -298,7 +298,7 @@ def impatient(tmp_path, free_ports):
     told = following(tmp_path, port=free_ports(1), node_lease_s=1, node_orphan_grace_s=1)
     supervision = msgspec.structs.replace(told.config.supervision, start_timeout_s=4)
     config = msgspec.structs.replace(told.config, supervision=supervision)
-    record_run_id(told.directory, "run-1")
+    record_run_id(told.directory, RUN_ID)
     return msgspec.structs.replace(told, config=config)
 
 
