@@ -216,6 +216,25 @@ def test_last_words_are_read_though_the_disk_is_behind(tmp_path):
         os.close(fd)
 
 
+@pytest.mark.case("R-B58")
+def test_last_words_are_read_to_the_end_when_the_disk_has_caught_up(tmp_path):
+    out_read, out_write = os.pipe()
+    err_read, err_write = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        relay = Relay(listener)
+        relay._attach(Attach(CHILD, str(tmp_path / "vllm-0.log"), 1 << 20, 3), out_read, err_read)
+        sink = relay._sink_of[CHILD]
+        sink.add_pending(MAX_PENDING_BYTES)
+        os.write(out_write, b"flood\n")
+        relay._read(relay._sources[out_read])
+        assert relay._sources[out_read].is_paused
+        sink.add_pending(-MAX_PENDING_BYTES)
+        for fd in (out_write, err_write):
+            os.close(fd)
+        assert relay._tail(AskTail(1, CHILD, 10)) == ("flood",)
+        assert not relay._sources
+
+
 class BrokenFile:
     """A disk that refuses while `error` is set, and keeps what it takes."""
 

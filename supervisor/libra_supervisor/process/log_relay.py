@@ -244,7 +244,7 @@ class Relay:
         for source in sorted(sources, key=lambda source: source.rank is None):
             while source.fd in self._sources and self._read(source):
                 pass
-            if source.is_paused:
+            if source.is_paused and source.fd in self._sources:
                 # The disk is behind. A flood on stdout must not keep back a traceback on stderr;
                 # one read takes a whole pipe.
                 self._read(source, even_if_full=True)
