@@ -59,7 +59,7 @@ class StagedState:
                     [self._writer.transforms], 0, bucket, None, None, use_fsync=is_durable
                 )
                 if isinstance(written, Exception):
-                    raise _as_os_error(written, path) from written
+                    raise _of_the_disk(written, path) from written
                 results += written
         finally:
             self._writer.write_buckets = []
@@ -77,12 +77,15 @@ class StagedState:
         save_config(CheckpointingConfig(strategy.backend, strategy.version), str(self._directory))
 
 
-def _as_os_error(error: Exception, path: str) -> OSError:
-    """What the disk said: torch ends its file first, in vain, and says only where that was."""
+def _of_the_disk(error: Exception, path: str) -> Exception:
+    """What the disk said: torch ends its file first, in vain, and says only where that was.
+
+    An error that has nothing of the disk in it is a bug, and stays what it is.
+    """
     said: BaseException | None = error
     while said is not None and not isinstance(said, OSError):
         said = said.__cause__ or said.__context__
-    return OSError(f"cannot write {path}: {said or error}")
+    return error if said is None else OSError(f"cannot write {path}: {said}")
 
 
 def _ends(results: list[list[Any]]) -> dict[str, int]:

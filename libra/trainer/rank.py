@@ -84,7 +84,7 @@ def run_rank(  # noqa: PLR0913 - what a rank is started with
             _await_end(link)
             return
     link.send(_ready(trainer, identity, build_s=clock.monotonic() - began_at))
-    if not is_replica and will_save(config):
+    if not is_replica and _will_save(config):
         trainer.backend.prepare_to_stage()
     behind = BackgroundWork(on_error=link.interrupt)
     transfers = Transfers(trainer, abort_reason=link.abort_reason, host=identity.host)
@@ -113,7 +113,7 @@ def _ready(trainer: Trainer, identity: RankIdentity, *, build_s: float) -> Model
     return ready
 
 
-def will_save(config: RunConfig) -> bool:
+def _will_save(config: RunConfig) -> bool:
     """Whether states are taken while the run goes on; at its end they may take their time."""
     planner = config.global_resource_planner
     return bool(config.control.save_interval) or planner.runtime_dynamic_reconfiguration_enabled

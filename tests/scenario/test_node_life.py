@@ -195,36 +195,31 @@ def test_servers_that_sleep_do_not_count_among_those_that_are_left():
     assert "1 rollout GPUs are left, min_rollout_gpus is 2" in world.ended.reason
 
 
-def test_the_loss_of_a_node_while_the_last_checkpoint_is_written_changes_nothing():
-    world, rng = started(home=msgspec.structs.replace(HOME, train=ON_TWO), total_steps=14)
+def stop_with_a_stuck_disk(world, rng, *, meanwhile):
+    """Ends the run by its last checkpoint; `meanwhile` happens while that is written."""
     world.is_disk_stuck = True
     while world.step(rng):
         pass
     world.post(events.StopRequested("an operator", now=False))
-    world.lose(ONE)
+    meanwhile()
     world.pass_time(PATIENCE_S)
     assert world.ended is None, "it is being saved"
     assert world.control.plans.change is None
     world.is_disk_stuck = False
     world.run(rng)
     assert world.ended.exit_code == 0
+
+
+def test_the_loss_of_a_node_while_the_last_checkpoint_is_written_changes_nothing():
+    world, rng = started(home=msgspec.structs.replace(HOME, train=ON_TWO), total_steps=14)
+    stop_with_a_stuck_disk(world, rng, meanwhile=lambda: world.lose(ONE))
     assert not world.records
 
 
 def test_nor_does_the_return_of_one():
     world, rng = started(total_steps=14)
     lost(world, rng, TWO)
-    world.is_disk_stuck = True
-    while world.step(rng):
-        pass
-    world.post(events.StopRequested("an operator", now=False))
-    world.join(TWO)
-    world.pass_time(PATIENCE_S)
-    assert world.ended is None, "it is being saved"
-    assert world.control.plans.change is None
-    world.is_disk_stuck = False
-    world.run(rng)
-    assert world.ended.exit_code == 0
+    stop_with_a_stuck_disk(world, rng, meanwhile=lambda: world.join(TWO))
     assert len(world.records) == 1
 
 
