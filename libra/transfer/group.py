@@ -134,10 +134,8 @@ class Group:
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """Begin to send from rank 0, or to receive into `tensor`; returns what `wait` takes."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
         self._under_way = [work for work in self._under_way if not work.is_completed()]
-        work = self._backend.broadcast([tensor], options)
+        work = self._backend.broadcast([tensor], _from_rank_0())
         self._under_way.append(work)
         return work
 
@@ -162,11 +160,14 @@ class Group:
     def close(self) -> None:
         """Break the connections, so that peers that still wait for us do not."""
         backend, self._backend = self._backend, None
-        if backend is None:
-            return
-        _LEFT[:] = [it for it in _LEFT if not all(work.is_completed() for work in it[1])]
-        _LEFT.append((backend, self._under_way))
-        threading.Thread(target=_abort, args=(backend,), daemon=True).start()
+        if backend is not None:
+            _leave(backend, self._under_way)
+
+
+def _leave(backend: Any, under_way: list[Any]) -> None:
+    _LEFT[:] = [it for it in _LEFT if not all(work.is_completed() for work in it[1])]
+    _LEFT.append((backend, under_way))
+    threading.Thread(target=_abort, args=(backend,), daemon=True).start()
 
 
 _LEFT: list[tuple[Any, list[Any]]] = []
@@ -249,12 +250,34 @@ def _nccl(store: Any, place: Place, stall_s: float) -> Any:
     try:
         backend = dist.ProcessGroupNCCL(store, place.rank, place.world_size, options)
         backend.eager_connect_single_device(place.device)
+        _first_broadcast(backend, place.device)
     finally:
         if before is None:
             del os.environ[name]  # noqa: TID251
         else:
             os.environ[name] = before  # noqa: TID251
     return backend
+
+
+def _first_broadcast(backend: Any, device: torch.device) -> None:
+    """Have NCCL connect the members now. Raises RuntimeError after FORM_TIMEOUT_S.
+
+    It leaves this to the first collective, which does not return while a member stands still, and
+    whoever called it hears of no abort.
+    """
+    work = backend.broadcast([torch.zeros(1, device=device)], _from_rank_0())
+    deadline = clock.monotonic() + FORM_TIMEOUT_S
+    while not work.is_completed():
+        if clock.monotonic() >= deadline:
+            _leave(backend, [work])
+            raise RuntimeError(f"nothing came through for {FORM_TIMEOUT_S:g} s")
+        time.sleep(POLL_S)
+
+
+def _from_rank_0() -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return options
 
 
 def _abort(backend: Any) -> None:

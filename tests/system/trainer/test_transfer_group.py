@@ -1,9 +1,11 @@
 """The group of a transfer comes together, or everybody is told why not."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from libra.transfer import group
 from libra.transfer.group import Place, Signals, connect_store, join, open_store
@@ -64,3 +66,49 @@ def test_rank_0_is_freed_by_what_it_looks_at_itself(place, monkeypatch):
     with pytest.raises(TransferAbortedError, match="given up"):
         join(ours, Place(0, 2, CPU), timeout_s=60.0, stall_s=60.0, beat=look)
     assert theirs.heard("abort") == "rank 0 could not join: given up by the control plane"
+
+
+class FakeNccl:
+    """The calls that a member makes on NCCL; its first broadcast is done after some looks."""
+
+    def __init__(self, looks):
+        self.looks, self.calls = looks, []
+        self.was_aborted = threading.Event()
+
+    def eager_connect_single_device(self, device):
+        self.calls.append("connect")
+
+    def broadcast(self, tensors, options):
+        self.calls.append(f"broadcast {tensors[0].numel()} from {options.rootRank}")
+        return self
+
+    def is_completed(self):
+        self.looks -= 1
+        return self.looks < 0
+
+    def abort(self):
+        self.was_aborted.set()
+
+
+def nccl(monkeypatch, fake):
+    fakes = SimpleNamespace(
+        ProcessGroupNCCL=lambda *_: fake, BroadcastOptions=dist.BroadcastOptions
+    )
+    fakes.ProcessGroupNCCL.Options = SimpleNamespace
+    monkeypatch.setattr(group, "dist", fakes)
+    return group._nccl(None, Place(0, 2, CPU), 60.0)
+
+
+def test_nccl_connects_its_members_before_any_is_ready(monkeypatch):
+    fake = FakeNccl(looks=3)
+    assert nccl(monkeypatch, fake) is fake
+    assert (fake.calls, fake.looks) == (["connect", "broadcast 1 from 0"], -1)
+
+
+def test_a_member_that_stands_still_while_nccl_connects_ends_the_group(monkeypatch):
+    monkeypatch.setattr(group, "FORM_TIMEOUT_S", 0.05)
+    fake = FakeNccl(looks=1_000_000)
+    with pytest.raises(RuntimeError, match=r"nothing came through for 0\.05 s"):
+        nccl(monkeypatch, fake)
+    assert fake.was_aborted.wait(30.0)
+    assert fake in [backend for backend, _ in group._LEFT]
