@@ -45,6 +45,9 @@ class Phase(StrEnum):
     RECOMPUTE_PROBE = "recompute_probe"
     """`memory_budget_dry_run_enabled`: one pass over the largest batch before training."""
 
+    REHEARSE = "rehearse"
+    """A hybrid replica's passes before its first step, with nothing to learn from."""
+
     COLLECT_BATCH = "collect_batch"
     """Waiting for the next batch: nothing to do."""
 

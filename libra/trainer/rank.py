@@ -84,8 +84,7 @@ def run_rank(  # noqa: PLR0913 - what a rank is started with
             _await_end(link)
             return
     link.send(_ready(trainer, identity, build_s=clock.monotonic() - began_at))
-    if not is_replica and _will_save(config):
-        trainer.backend.prepare_to_stage()
+    _prepare(trainer, spans, is_replica=is_replica)
     behind = BackgroundWork(on_error=link.interrupt)
     transfers = Transfers(trainer, abort_reason=link.abort_reason, host=identity.host)
     judging = (config, identity, link, transfers, spans)
@@ -97,6 +96,16 @@ def run_rank(  # noqa: PLR0913 - what a rank is started with
             link.send(event)
     transfers.close()
     behind.wait()
+
+
+def _prepare(trainer: Trainer, spans: SpanWriter, *, is_replica: bool) -> None:
+    """Do what would hold up others later, while nobody waits for this rank."""
+    if is_replica:
+        # While the core writes what it is to join from.
+        with spans.span(Phase.REHEARSE):
+            trainer.learner.rehearse()
+    elif _will_save(trainer.config):
+        trainer.backend.prepare_to_stage()
 
 
 def _ready(trainer: Trainer, identity: RankIdentity, *, build_s: float) -> ModelReady:

@@ -25,6 +25,7 @@ from libra.trainer.exchange import Alone, Exchange, Moment, Outcome, Stepped
 from libra.trainer.head import Sampling
 from libra.trainer.loss import LossSums, mismatch_k3, policy_loss
 from libra.trainer.memory import peak_memory_bytes
+from libra.trainer.rehearsal import rehearsals
 from libra.trainer.world import World, max_over_world, sum_over_world
 from libra.wire.rank import TrainMetrics, TrainStep
 
@@ -82,6 +83,16 @@ class Learner:
     def beat(self, phase: str) -> None:
         """Tell the supervisor that this rank is alive and what it is doing."""
         self._beat(self.progress.step, phase)
+
+    def rehearse(self) -> None:
+        """Compute gradients that nobody takes; weights and progress stay. Every rank takes part.
+
+        A first pass compiles kernels and gets memory, which takes seconds on a GPU.
+        """
+        for command in rehearsals(self._config):
+            shards = [self._decode(index, command) for index in range(len(command.mini_batches))]
+            for batches in self._prepare(shards, StepTotals(), command):
+                self._forward_backward(batches)
 
     def train(self, command: TrainStep) -> TrainMetrics:
         """Take the optimizer steps of one batch; the metrics are the same on every rank.

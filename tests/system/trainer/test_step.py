@@ -131,3 +131,20 @@ def test_chance_is_a_function_of_the_run_s_seed_and_the_step(learned):
     it.train(GOOD)
     it.train(GOOD)
     assert it.backend.seeds == [(7, 1), (7, 2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "num_passes"), [({}, 2), ({"batch_size": 4, "mini_batch_size": 2}, 4)]
+)
+def test_a_rehearsal_takes_passes_of_two_lengths_and_changes_nothing(learned, options, num_passes):
+    it = learned(max_model_len=40, **options)
+    before = it.backend.logits.detach().clone()
+    it.learner.rehearse()
+    # 40 and 32 tokens, all but the first scored, in two rows; several mini-batches have old ones.
+    assert len(it.backend.old_logprobs) == num_passes
+    sizes = [None if old is None else len(old) for old in it.backend.old_logprobs]
+    assert sizes == ([None, None] if num_passes == 2 else [78, 78, 62, 62])
+    assert float(it.backend.logits.grad.abs().max()) == 0
+    assert torch.equal(it.backend.logits, before)
+    assert (it.learner.progress.step, it.learner.progress.num_optimizer_steps) == (0, 0)
+    assert it.train(GOOD).num_optimizer_steps == 1
