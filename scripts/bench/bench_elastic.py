@@ -107,7 +107,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     quickstart = folder / "quickstart"
     subprocess.run([sys.executable, ROOT / "scripts/make_quickstart.py", quickstart], check=True)
     model = quickstart / "model"
-    first, second = gpus()
+    first, second = gpus()[:2]
     if options.shape != "tiny":
         os.environ["CUDA_VISIBLE_DEVICES"] = first
         model = make_model(folder / "model", model, options.shape)

@@ -5,8 +5,8 @@
 The cases are those of tests/system/trainer/test_hybrid.py, of their tiny models, with `device:
 cuda`: gradients go from the replicas' GPU through the host into the core's. Core and replicas share
 one GPU where CUDA_VISIBLE_DEVICES names one, else a replica of one rank has the second; those of
-two ranks need two GPUs, which core and replica then share. Needs CUDA and pytest; ends with an
-error when a case fails.
+two ranks need two GPUs, which core and replica then share, or what `one_gpu` says. Needs CUDA and
+pytest; ends with an error when a case fails.
 """
 
 import os
@@ -61,7 +61,7 @@ def cases_on(gpus: list[str]) -> Mapping[str, cases.Case]:
         ),
         "bfloat16": cases.Case(program=other, options={"train_dtype": "bfloat16"}),
     }
-    if len(set(gpus)) > 1:
+    if len(set(gpus)) > 1 or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         found |= {
             "tp 2": cases.Case(2, 2, options={"train_tp_size": 2}),
             "dp 2, two replicas": cases.Case(

@@ -68,8 +68,9 @@ def main() -> int:
     quickstart = options.out / "quickstart"
     subprocess.run([sys.executable, ROOT / "scripts/make_quickstart.py", quickstart], check=True)
     model = quickstart / "model"
-    first, second = gpus()
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": f"{first},{second}"}
+    first, second, *others = gpus()
+    slots = ",".join([first, second, *others])
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": slots}
     os.environ["CUDA_VISIBLE_DEVICES"] = first
     if options.shape != "tiny":
         model = make_model(options.out / f"model-{options.shape}", model, options.shape)
@@ -92,10 +93,9 @@ def main() -> int:
     return code
 
 
-def gpus() -> tuple[str, str]:
-    """Two of CUDA_VISIBLE_DEVICES, which may be one; for the server and the trainer, by slot."""
-    first, second = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
-    return first, second
+def gpus() -> list[str]:
+    """Those of CUDA_VISIBLE_DEVICES by slot, a server's first; one GPU may be named for several."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
 
 
 def make_model(directory: Path, tokenizer: Path, shape: str) -> Path:

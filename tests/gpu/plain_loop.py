@@ -50,7 +50,7 @@ def main() -> None:
     quickstart = options.out / "quickstart"
     subprocess.run([sys.executable, ROOT / "scripts/make_quickstart.py", quickstart], check=True)
     model = quickstart / "model"
-    trains_on, serves_on = gpus()
+    trains_on, serves_on = gpus()[:2]
     os.environ["CUDA_VISIBLE_DEVICES"] = trains_on
     options.shared = trains_on == serves_on
     if options.shape != "tiny":

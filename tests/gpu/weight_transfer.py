@@ -1,12 +1,12 @@
-"""Weights from a Megatron rank on GPU 0 to vLLM on GPU 1, against reloads of the same from disk.
+"""Weights from a Megatron rank on one GPU to vLLM on another, and reloads of the same from disk.
 
     weight_transfer.py OUT [--shape tiny|0.5b|1.8b] [--versions N] [--device cuda|cpu]
 
 Builds a random Qwen2, trains a step between versions, brings each version to the server by transfer
 and then from disk, and compares what the server answers. Then a server is killed in the middle of a
 transfer, after which the rank must still train. Prints one JSON object; ends with 1 when something
-is off. Not part of CI: it needs CUDA, a vLLM for CUDA and Megatron-Core. `--device cpu` tries its
-parts without them.
+is off. Not part of CI: it needs CUDA, a vLLM for CUDA and Megatron-Core. With CUDA_VISIBLE_DEVICES
+`0,0` both share one GPU, which takes `one_gpu`. `--device cpu` tries its parts without them.
 """
 
 import argparse
@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "supervisor"), str(ROOT / "tests/support")
 
 import anyio  # noqa: E402 - after the path is set
 import anyio.to_thread  # noqa: E402
-from main_job import make_model  # noqa: E402 - beside this file
+from main_job import KV_CACHE_BYTES, gpus, make_model  # noqa: E402 - beside this file
 
 from libra.config.model import ModelConfig  # noqa: E402
 from libra.config.rollout import RolloutConfig  # noqa: E402
@@ -63,11 +63,12 @@ def main() -> int:
 async def measure(options: argparse.Namespace) -> dict[str, object]:
     began_at = time.monotonic()
     root = options.out / f"transfer-{options.shape}-{time.strftime('%H%M%S')}"
+    serves_on, trains_on = gpus()[:2]
+    # The rank has its GPU to itself; the server's own is in its placement.
+    os.environ["CUDA_VISIBLE_DEVICES"] = trains_on
     files = RunFiles(root, tied=True, base=base_model(options))
     dtype = "bfloat16" if options.device == "cuda" else "float32"
-    server = start_server(files, options.device, dtype)
-    # The rank has GPU 0 to itself; the server's own is in its placement.
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    server = start_server(files, options.device, dtype, serves_on)
     config = run_config(files.base, device=options.device, train_dtype=dtype, micro_batch_size=8)
     try:
         with FakeSupervisor(config, root / "trainer", 1) as supervisor:
@@ -107,16 +108,21 @@ def base_model(options: argparse.Namespace) -> Path | None:
     return make_model(options.out / f"model-{options.shape}", quickstart / "model", options.shape)
 
 
-def start_server(files: RunFiles, device: str, dtype: str) -> RealServer:
+def start_server(files: RunFiles, device: str, dtype: str, gpu: str) -> RealServer:
     if device == "cpu":
         return RealServer(files, "vllm-0", core=0)
     config = RunConfig(
         model=ModelConfig(model_path=str(files.base)),
-        rollout=RolloutConfig(max_model_len=2048, rollout_enforce_eager=True),
+        rollout=RolloutConfig(
+            max_model_len=2048,
+            rollout_enforce_eager=True,
+            rollout_kv_cache_bytes=KV_CACHE_BYTES,
+            gpu_memory_utilization=0.4,
+        ),
         training=TrainingConfig(train_dtype=dtype),
         weights=WeightsConfig(rollout_weight_sync_mode="nccl"),
     )
-    return RealServer.on_cuda(files, "vllm-0", config, ("1",))
+    return RealServer.on_cuda(files, "vllm-0", config, (gpu,))
 
 
 class Comparison:
