@@ -105,10 +105,11 @@ def sweep_unfinished(parent: Path) -> list[Path]:
 
 
 @contextmanager
-def growing_directory(final: Path) -> Generator[Path]:
+def growing_directory(final: Path, *, is_durable: bool = True) -> Generator[Path]:
     """Grow a partial sibling of `final` that is published when the block ends without an error.
 
     A leftover of an earlier try is removed; after an error the partial directory is removed too.
+    Without `is_durable` what is published may be lost with the machine.
     """
     if final.exists():
         raise FileExistsError(f"{final} exists already")
@@ -117,7 +118,7 @@ def growing_directory(final: Path) -> Generator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        publish_directory(partial, final)
+        publish_directory(partial, final, is_durable=is_durable)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -11,7 +11,6 @@ from typing import Final
 import msgspec
 
 from libra.errors import DataError
-from libra.storage.atomic import atomic_write
 from libra.storage.content import read_content
 from libra.storage.digest import hash_bytes, hash_file
 from libra.storage.receipt import are_settled, digest_of, receipt_for, stamps_of
@@ -32,9 +31,12 @@ class NotVisibleYetError(DataError):
 
 
 def write_manifest(directory: Path, manifest: WeightsManifest) -> str:
-    """Write the manifest, which makes `directory` complete; returns the manifest's hash."""
+    """Write the manifest, which makes `directory` complete; returns the manifest's hash.
+
+    The directory is one that nobody looks into yet.
+    """
     content = msgspec.json.format(msgspec.json.encode(manifest))
-    atomic_write(directory / MANIFEST_NAME, content)
+    (directory / MANIFEST_NAME).write_bytes(content)
     return hash_bytes(content)
 
 

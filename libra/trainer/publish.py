@@ -55,7 +55,7 @@ def export_weights(trainer: Trainer, command: ExportWeights) -> WeightsExported 
         return None
     directory = Path(command.directory)
     try:
-        with growing_directory(directory) as partial:
+        with growing_directory(directory, is_durable=command.is_durable) as partial:
             manifest_hash = _write(trainer, command, probe, tensors, partial)
     except OSError as error:
         raise SiteError(f"weights v{command.policy_version}: {error}") from error

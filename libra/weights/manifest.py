@@ -29,7 +29,7 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Written last, by rename; its hash identifies the version's bytes everywhere."""
+    """Written last; its hash identifies the version's bytes everywhere."""
 
     format: int
     run_id: RunId

@@ -72,6 +72,8 @@ class ExportWeights(msgspec.Struct, frozen=True, tag=True):
     policy_version: PolicyVersion
     directory: str
     probe_token_ids: tuple[int, ...]
+    is_durable: bool = True
+    """They outlast a power cut, which takes the time of a disk."""
 
 
 class OfferWeights(msgspec.Struct, frozen=True, tag=True):

@@ -21,7 +21,7 @@ from libra.rollouts.buffer import BufferState
 from libra.storage import arrival
 from libra.weights.manifest import MANIFEST_NAME
 from libra.wire.instance import WeightsReceipt
-from libra.wire.rank import SaveCheckpoint
+from libra.wire.rank import ExportWeights, SaveCheckpoint
 from libra_supervisor.loop import commands, execute
 from libra_supervisor.loop.execute import Executor, Ports, Terms
 from libra_supervisor.loop.rollout_state import RolloutState
@@ -146,6 +146,20 @@ async def test_a_batch_is_sent_after_the_checkpoint_that_was_asked_for_before_it
     assert isinstance(saved, SaveCheckpoint)
     assert saved.directory == str(directory.checkpoint_of(2))
     assert trained == ("train", 3)
+
+
+async def test_a_version_is_exported_anew_and_not_forced_to_the_disk(tmp_path):
+    ranks, directory = RecordedRanks(), RunDirectory(tmp_path)
+    directory.create()
+    version = PolicyVersion(3)
+    left = directory.weights_of(version)
+    left.mkdir()
+    async with anyio.create_task_group() as tasks:
+        executor_in(directory, tasks, ranks=ranks).execute(commands.PrepareExport(1, version))
+    (export,) = ranks.told
+    assert isinstance(export, ExportWeights)
+    assert (export.directory, export.is_durable) == (str(left), False)
+    assert not left.exists()
 
 
 class Export:

@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,21 @@ def test_a_directory_appears_with_all_its_files(tmp_path):
         assert not (tmp_path / "v1").exists()
     assert (tmp_path / "v1" / "sub" / "b").read_text() == "2"
     assert [p.name for p in tmp_path.iterdir()] == ["v1"]
+
+
+@pytest.mark.parametrize("is_durable", [True, False])
+def test_a_directory_is_forced_to_the_disk_where_it_is_to_outlast_a_power_cut(
+    tmp_path, monkeypatch, is_durable
+):
+    forced = []
+
+    def noted(descriptor):
+        forced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with growing_directory(tmp_path / "v1", is_durable=is_durable) as partial:
+        (partial / "a").write_text("1")
+    assert forced == ([partial / "a", partial, tmp_path] if is_durable else [])
 
 
 def write_half_and_fail(final):

@@ -283,6 +283,8 @@ class Executor:
                 policy_version=version,
                 directory=str(directory),
                 probe_token_ids=self._terms.probe_token_ids,
+                # Every byte is checked before it is used, and a resumed run writes its own.
+                is_durable=False,
             ),
         )
 
