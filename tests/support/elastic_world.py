@@ -89,14 +89,6 @@ def want(world, wanted, decision_id=1):
     world.post(events.ReconfigurationWanted(decision_id, wanted, "test"))
 
 
-def until(world, rng, condition):
-    for _ in range(5000):
-        if condition(world):
-            return
-        assert world.step(rng), "nothing is left to happen"
-    raise AssertionError("it never came to that")
-
-
 def records(world):
     return [it.record for it in world.reconfigurations]
 
