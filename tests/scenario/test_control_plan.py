@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from control_parts import plan_of
 from control_runs import run_until
-from control_world import plan_of
 from elastic_world import (
     IDS,
     TIMEOUT_S,

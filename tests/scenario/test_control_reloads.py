@@ -5,15 +5,7 @@ from random import Random
 import msgspec
 import pytest
 
-from control_runs import (
-    A,
-    B,
-    is_reload_answer,
-    is_verdict,
-    run_until,
-    run_until_stuck,
-    started,
-)
+from control_runs import A, B, is_reload_answer, is_verdict, run_until, run_until_stuck, started
 from control_world import RandomWorld
 from libra.pools.member import MemberState
 from libra_supervisor import events

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from control_parts import plan_of
 from control_runs import A, B, run_until, run_until_stuck
-from control_world import plan_of
 from libra.config.model import ModelConfig
 from libra.config.planning import PlannerConfig
 from libra.config.run import RunConfig

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from control_world import plan_of
+from control_parts import plan_of
 from libra.config.model import ModelConfig
 from libra.config.planning import PlannerConfig
 from libra.config.run import RunConfig
