@@ -49,7 +49,7 @@ from libra_supervisor.notify import Notifier
 from libra_supervisor.process.cgroup import delegated_root
 from libra_supervisor.process.identity import identity_of
 from libra_supervisor.process.kernel import Linux
-from libra_supervisor.process.logs import LogPolicy, open_log_relay
+from libra_supervisor.process.logs import log_policy_from, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, become_subreaper
 from libra_supervisor.process.sweep import end_run
 from libra_supervisor.process.tree import StopDeadlines
@@ -192,9 +192,7 @@ class _Follower:
             run_id=self._run_id,
             env=dict(self._following.environ),
             post=self._note_log,
-            policy=LogPolicy(
-                max_bytes=self._supervision.log_max_bytes, num_kept=self._supervision.log_keep
-            ),
+            policy=log_policy_from(self._supervision),
         ) as logs:
             spawner = LinuxSpawner(
                 run_id=self._run_id, logs=logs, kernel=kernel, cgroups=delegated_root()

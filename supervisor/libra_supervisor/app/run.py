@@ -66,7 +66,7 @@ from libra_supervisor.notify import Notifier
 from libra_supervisor.process.cgroup import delegated_root
 from libra_supervisor.process.kernel import Kernel, Linux
 from libra_supervisor.process.lifecycle import Adoptee
-from libra_supervisor.process.logs import LogPolicy, LogRelay, open_log_relay
+from libra_supervisor.process.logs import LogRelay, log_policy_from, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, Spawner, become_subreaper
 from libra_supervisor.records.reader import last_attempt, last_decision_id
 from libra_supervisor.records.tracker_backends import open_trackers
@@ -121,10 +121,7 @@ async def _supervised(
         run_id=run_id,
         env=dict(launch.environ),
         post=run.inbox.post,
-        policy=LogPolicy(
-            max_bytes=launch.config.supervision.log_max_bytes,
-            num_kept=launch.config.supervision.log_keep,
-        ),
+        policy=log_policy_from(launch.config.supervision),
     ) as logs:
         outcome = await run.to_end(logs)
         return outcome, run.next_plan
