@@ -60,6 +60,11 @@ class ConfigProblemsError(ConfigError):
         super().__init__(f"{subject}: {count} in the configuration\n{lines}")
 
 
+def one_of(values: Iterable[int]) -> str:
+    """`4 or 8`: the sizes to choose from in a hint."""
+    return " or ".join(str(value) for value in values)
+
+
 def did_you_mean(name: str, known: Iterable[str], *, limit: int = 3) -> str:
     """`did you mean a, b?` for the closest names, or an empty string."""
     close = get_close_matches(name, list(known), n=limit, cutoff=0.6)

@@ -1,7 +1,7 @@
 """What is asked of the scheduler and what it answers."""
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -23,17 +23,7 @@ Filter: TypeAlias = Literal[
 ]
 """Why an instance is no candidate, in the order in which the filters are applied."""
 
-FILTERS: tuple[Filter, ...] = (
-    "not_ready",
-    "draining",
-    "stale_version",
-    "kv_capacity_unknown",
-    "breaker_open",
-    "breaker_trial",
-    "saturated",
-    "occupancy",
-    "queue_cap",
-)
+FILTERS: tuple[Filter, ...] = get_args(Filter)
 
 WaitReason: TypeAlias = Filter | Literal["no_instances"]
 RefusalReason: TypeAlias = Literal["queue_full", "deadline", "draining"]

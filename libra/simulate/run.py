@@ -7,7 +7,6 @@ reload.
 """
 
 from collections.abc import Sequence
-from math import inf
 from typing import Protocol
 
 import msgspec
@@ -35,9 +34,10 @@ from libra.rollouts.trajectory import Trajectory
 from libra.simulate.engine import EngineRequest
 from libra.simulate.fleet import Fleet, FleetEvents, FleetShape, LengthBound
 from libra.simulate.lengths import LengthSource
+from libra.simulate.meter import RunMeter
 from libra.simulate.reconfiguration import PlanChange, Reconfiguration, SwitchTimes
 from libra.simulate.reload import Reload, reload_times
-from libra.simulate.result import SimulationResult, StepRecord, TpUse
+from libra.simulate.result import SimulationResult, StepRecord
 from libra.simulate.timeline import Timeline
 from libra.wire.instance import VersionSpan
 
@@ -143,6 +143,9 @@ class _Run:
             scheduling=config.heterogeneous_rollout.scheduling,
             events=FleetEvents(on_finished=self._on_finished, on_refused=self._on_refused),
         )
+        self._meter = RunMeter(
+            self._fleet, max_head_offpolicyness=config.rollout.max_head_offpolicyness
+        )
         self._times = reload_times(scenario.models.publish, degrees)
         self._num_steps = num_steps
         self._num_groups = 0
@@ -163,8 +166,6 @@ class _Run:
         self._change: Reconfiguration | None = None
         self._next_number = next_number_after(scenario.plan)
         self._is_held = False
-        self._ended: list[tuple[int, int]] = []
-        self._busy_s_of: dict[InstanceId, float] = {}
 
     def result(self) -> SimulationResult:
         self._admit()
@@ -183,7 +184,7 @@ class _Run:
             seed=self._seed,
             steps=tuple(self._steps),
             num_warm_up_steps=max(1, warm_up),
-            uses=self._uses(),
+            uses=self._meter.uses(elapsed_s=self._timeline.now),
             num_stale_dropped=self._buffer.dropped_by_reason.get("stale", 0),
             num_refused=self._num_refused,
         )
@@ -226,7 +227,9 @@ class _Run:
     def _on_finished(self, request: EngineRequest, instance_id: InstanceId) -> None:
         group, index = self._group_of.pop(request.trajectory_id)
         self._buffer.on_finished(self._trajectory(group, index, request, instance_id))
-        self._ended.append((request.prompt_tokens, request.response_tokens))
+        self._meter.on_ended(
+            prompt_tokens=request.prompt_tokens, response_tokens=request.response_tokens
+        )
         self._num_left[group.group_id] -= 1
         if self._num_left[group.group_id]:
             return
@@ -343,8 +346,8 @@ class _Run:
 
     def _look(self, steward: Steward) -> None:
         """Show the step that ended, and go over to another plan if that is wanted."""
-        wanted = steward.on_step(self._seen(), self._plan, self._timeline.now)
-        self._ended = []
+        seen = self._meter.take_seen(self._steps)
+        wanted = steward.on_step(seen, self._plan, self._timeline.now)
         if wanted is None:
             return
         wanted = matched(self._plan, wanted, next_number=self._next_number)
@@ -372,31 +375,6 @@ class _Run:
         self._plan = wanted
         self._change.start()
 
-    def _seen(self) -> StepObserved:
-        step = self._steps[-1]
-        begun_at = self._steps[-2].freed_at if len(self._steps) > 1 else 0.0
-        step_s = step.freed_at - begun_at
-        counts = [instance.engine.counts() for instance in self._fleet.instances]
-        num_here = sum(c.num_running + c.num_waiting for c in counts)
-        bound = self._scenario.config.rollout.max_head_offpolicyness
-        return StepObserved(
-            step=step.step,
-            lengths=tuple(self._ended),
-            step_s=step_s,
-            trainer_idle_fraction=min(1.0, step.waited_s / step_s),
-            rollout_idle_fraction=self._rollout_idle_fraction(step_s),
-            staleness_fraction=step.mean_staleness / bound if 0 < bound < inf else None,
-            queued_fraction=sum(c.num_waiting for c in counts) / max(1, num_here),
-            kv_use_fraction=sum(c.kv_use_fraction for c in counts) / max(1, len(counts)),
-        )
-
-    def _rollout_idle_fraction(self, step_s: float) -> float:
-        """Of the step, on average over the instances that are there."""
-        busy_s_of = {i.instance_id: i.engine.counts().busy_s for i in self._fleet.instances}
-        before, self._busy_s_of = self._busy_s_of, busy_s_of
-        idle_s = [step_s - busy_s + before.get(name, 0.0) for name, busy_s in busy_s_of.items()]
-        return max(0.0, min(1.0, sum(idle_s) / len(idle_s) / step_s)) if idle_s else 1.0
-
     # libra.simulate.reconfiguration.ChangingRun
 
     @property
@@ -418,21 +396,6 @@ class _Run:
 
     def train_as(self, plan: Plan) -> None:
         self._layout = self._scenario.layout_of(plan)
-
-    def _uses(self) -> tuple[TpUse, ...]:
-        elapsed = self._timeline.now
-        found = []
-        for tp in sorted({instance.tp for instance in self._fleet.instances}, reverse=True):
-            counts = [i.engine.counts() for i in self._fleet.instances if i.tp == tp]
-            found.append(
-                TpUse(
-                    tp=tp,
-                    num_instances=len(counts),
-                    busy_fraction=sum(c.busy_s for c in counts) / len(counts) / elapsed,
-                    num_preemptions=sum(c.num_preemptions for c in counts),
-                )
-            )
-        return tuple(found)
 
 
 def _record(

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from libra.trainer.batch import MicroBatch
+
 PADDED_LOGIT = -1e30
 """Logit of vocabulary rows that are padding: exp gives 0, and 0 times it is still 0."""
 
@@ -59,6 +61,21 @@ def token_scores(hidden: torch.Tensor, weight: torch.Tensor, request: ScoreReque
     """
     scores: torch.Tensor = _TokenScores.apply(hidden, weight, request)  # type: ignore[no-untyped-call]
     return scores
+
+
+def score_request(
+    head: Head, batch: MicroBatch, sampling: Sampling, *, logit_rows: int, vocab_slice: int
+) -> ScoreRequest:
+    """For every token of the batch that counts, with the logits of `logit_rows` sequences."""
+    return ScoreRequest(
+        head=head,
+        positions=batch.scored,
+        targets=batch.targets,
+        sampling=sampling,
+        chunk_tokens=chunk_tokens(
+            logit_rows=logit_rows, longest=batch.packing.longest, vocab_slice=vocab_slice
+        ),
+    )
 
 
 def chunk_tokens(*, logit_rows: int, longest: int, vocab_slice: int) -> int:

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import (
 from libra.trainer.architecture import Architecture
 from libra.trainer.backend import Beat, Loss
 from libra.trainer.batch import MicroBatch
-from libra.trainer.head import Head, Sampling, ScoreRequest, chunk_tokens, token_scores
+from libra.trainer.head import Head, Sampling, ScoreRequest, score_request, token_scores
 from libra.trainer.loss import LossSums
 from libra.trainer.tensor_map import padded_vocab_size
 from libra.trainer.world import World
@@ -114,16 +114,12 @@ class Pipeline:
         return results
 
     def _request(self, batch: MicroBatch, sampling: Sampling) -> ScoreRequest:
-        return ScoreRequest(
-            head=self._head,
-            positions=batch.scored,
-            targets=batch.targets,
-            sampling=sampling,
-            chunk_tokens=chunk_tokens(
-                logit_rows=self._logit_rows,
-                longest=batch.packing.longest,
-                vocab_slice=self._vocab_slice,
-            ),
+        return score_request(
+            self._head,
+            batch,
+            sampling,
+            logit_rows=self._logit_rows,
+            vocab_slice=self._vocab_slice,
         )
 
 

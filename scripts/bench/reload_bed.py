@@ -16,7 +16,7 @@ import anyio.to_thread
 import msgspec
 from anyio.abc import TaskGroup  # noqa: TC002 - one list of imports
 
-from control_world import METRICS, ListCursor, still_plans, trajectory
+from control_parts import METRICS, ListCursor, still_plans, trajectory
 from libra import clock
 from libra.config.algorithm import AlgorithmConfig
 from libra.config.weights import WeightsConfig

@@ -5,7 +5,7 @@ from random import Random
 import msgspec
 import pytest
 
-from control_world import plan_of
+from control_parts import plan_of
 from hybrid_world import HybridWorld
 from libra.config.model import ModelConfig
 from libra.config.planning import PlannerConfig

@@ -5,7 +5,8 @@ from random import Random
 import msgspec
 import pytest
 
-from control_world import RandomWorld, plan_of
+from control_parts import plan_of
+from control_world import RandomWorld
 from libra.config.model import ModelConfig
 from libra.config.planning import PlannerConfig
 from libra.config.run import RunConfig

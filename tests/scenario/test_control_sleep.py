@@ -5,6 +5,7 @@ from random import Random
 import msgspec
 import pytest
 
+from control_runs import run_until
 from elastic_world import (
     IDS,
     TIMEOUT_S,
@@ -15,7 +16,6 @@ from elastic_world import (
     resumed,
     run_out,
     spent_on,
-    until,
     want,
 )
 from libra.ids import ChildId, Incarnation, PolicyVersion, ReplicaId, SlotId
@@ -32,7 +32,7 @@ LENDER = IDS[1]
 def lent(seed=5, **options):
     """A run whose second server sleeps while its slot trains."""
     world, rng = elastic(runtime_lent_servers="sleep", **options), Random(seed)
-    until(world, rng, a_step_is_trained)
+    run_until(world, rng, a_step_is_trained)
     change(world, rng, LENT)
     return world, rng
 
@@ -40,7 +40,7 @@ def lent(seed=5, **options):
 def change(world, rng, wanted):
     number = len(world.reconfigurations) + 1
     want(world, wanted, number)
-    until(world, rng, lambda w: len(w.reconfigurations) == number)
+    run_until(world, rng, lambda w: len(w.reconfigurations) == number)
     return records(world)[-1]
 
 
@@ -68,7 +68,7 @@ def test_a_lent_server_sleeps_and_is_the_same_process_at_the_committed_version_a
     assert spent_on(there)["vllm-1"] == ["drain", "sleep"]
     assert state_of(world) is MemberState.ASLEEP
     incarnation = world.processes[LENDER].incarnation
-    until(world, rng, lambda w: len(w.trained) > 6)
+    run_until(world, rng, lambda w: len(w.trained) > 6)
     back = change(world, rng, TWO)
     assert back.transitions == ("detach hybrid-2", "wake up vllm-1", "wait until vllm-1 serves")
     assert (back.outcome, back.started, back.asleep) == ("done", (LENDER,), ())
@@ -84,7 +84,7 @@ def test_a_lent_server_sleeps_and_is_the_same_process_at_the_committed_version_a
 def test_a_sleeper_counts_for_no_publication_and_no_minimum():
     world, rng = lent(total_steps=12)
     committed = world.control.publication.committed
-    until(world, rng, lambda w: w.control.publication.committed > committed + 1)
+    run_until(world, rng, lambda w: w.control.publication.committed > committed + 1)
     newest = [it.record for it in world.reloads if it.record.policy_version > committed + 1]
     assert {name for record in newest for name in record.accepted} == {"vllm-0"}
     pool = world.control.pool
@@ -96,7 +96,7 @@ def test_a_sleeper_counts_for_no_publication_and_no_minimum():
 
 def test_a_server_that_does_not_fall_asleep_is_stopped_and_another_starts_on_the_way_back():
     world, rng = elastic(runtime_lent_servers="sleep"), Random(5)
-    until(world, rng, a_step_is_trained)
+    run_until(world, rng, a_step_is_trained)
     world.sleepless = [LENDER]
     there = change(world, rng, LENT)
     assert (there.outcome, there.asleep, state_of(world)) == ("done", (), None)
@@ -123,7 +123,7 @@ def test_a_sleeper_that_dies_is_not_restarted_and_costs_nothing_but_itself(reaso
         child = ChildId(LENDER)
         world.post(events.ChildGaveUp(child, "3 restarts", "SIGKILL", 4, (), world.now))
     assert births(world) == 1
-    until(world, rng, lambda w: state_of(w) is None)
+    run_until(world, rng, lambda w: state_of(w) is None)
     assert [it.fields["instance"] for it in world.said if it.event == "sleeper_ended"] == [LENDER]
     assert world.control.plans.asleep == ()
     back = change(world, rng, TWO)
@@ -135,9 +135,9 @@ def test_a_sleeper_that_dies_is_not_restarted_and_costs_nothing_but_itself(reaso
 def test_a_sleeper_that_dies_when_it_is_to_wake_is_started_anew():
     world, rng = lent()
     want(world, TWO, 2)
-    until(world, rng, lambda w: state_of(w) is MemberState.WAKING)
+    run_until(world, rng, lambda w: state_of(w) is MemberState.WAKING)
     world.kill_process(LENDER)
-    until(world, rng, lambda w: len(w.reconfigurations) == 2)
+    run_until(world, rng, lambda w: len(w.reconfigurations) == 2)
     assert records(world)[1].outcome == "done"
     assert births(world) == 2
     goes_on(world, rng)
@@ -150,9 +150,9 @@ def test_a_sleeper_that_is_ended_as_it_is_to_wake_is_started_cold():
     assert retired in world.pending
     world.pending.remove(retired)
     want(world, TWO, 2)
-    until(world, rng, lambda w: state_of(w) is MemberState.WAKING)
+    run_until(world, rng, lambda w: state_of(w) is MemberState.WAKING)
     world.post(retired)
-    until(world, rng, lambda w: len(w.reconfigurations) == 2)
+    run_until(world, rng, lambda w: len(w.reconfigurations) == 2)
     assert records(world)[1].outcome == "done"
     assert births(world) == 2
     goes_on(world, rng)
@@ -171,13 +171,13 @@ def test_a_plan_that_does_not_come_back_to_a_sleeper_ends_it():
 def test_a_change_that_fails_on_its_way_there_wakes_the_server_up_again():
     world, rng = elastic(runtime_lent_servers="sleep"), Random(5)
     world.replicas.joins = False
-    until(world, rng, a_step_is_trained)
+    run_until(world, rng, a_step_is_trained)
     want(world, LENT)
-    until(world, rng, lambda w: w.replicas.members)
+    run_until(world, rng, lambda w: w.replicas.members)
     assert state_of(world) is MemberState.ASLEEP
     world.now += TIMEOUT_S
     world.post(events.Ticked())
-    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    run_until(world, rng, lambda w: len(w.reconfigurations) == 1)
     [record] = records(world)
     assert (record.outcome, record.asleep) == ("rolled_back", ())
     assert births(world) == 1
@@ -188,7 +188,7 @@ def test_a_sleeper_whose_replica_was_lost_comes_back_by_itself():
     world, rng = lent()
     world.post(events.HybridLost(ReplicaId("hybrid-2"), "SIGKILL"))
     assert world.plan_in_force.hybrids == ()
-    until(world, rng, lambda w: len(w.reconfigurations) == 2)
+    run_until(world, rng, lambda w: len(w.reconfigurations) == 2)
     back = records(world)[1]
     assert (back.cause, back.decision_id, back.outcome) == ("replica_lost", 0, "done")
     assert (back.started, back.asleep) == ((LENDER,), ())
@@ -201,7 +201,7 @@ def test_a_sleeper_whose_replica_was_lost_comes_back_by_itself():
 def test_a_sleeper_that_does_not_come_back_leaves_its_device_idle_and_that_is_said():
     world, rng = lent()
     world.kill_process(LENDER)
-    until(world, rng, lambda w: state_of(w) is None)
+    run_until(world, rng, lambda w: state_of(w) is None)
     world.post(events.HybridLost(ReplicaId("hybrid-2"), "SIGKILL"))
     [_, lost] = records(world)
     assert (lost.cause, lost.outcome, lost.plan.hybrids) == ("replica_lost", "failed", ())
@@ -235,12 +235,12 @@ def test_a_server_that_lent_to_two_replicas_is_ended_when_one_is_lost(seed):
         ),
     )
     world, rng = elastic(runtime_lent_servers="sleep"), Random(seed)
-    until(world, rng, a_step_is_trained)
+    run_until(world, rng, a_step_is_trained)
     change(world, rng, wide)
     there = change(world, rng, plan([2], [0], [1, 3]))
     [sleeper] = there.asleep
     world.post(events.HybridLost(there.attached[0], "SIGKILL"))
-    until(world, rng, lambda w: len(w.reconfigurations) == 3)
+    run_until(world, rng, lambda w: len(w.reconfigurations) == 3)
     ended = records(world)[2]
     assert (ended.cause, ended.outcome, ended.asleep) == ("replica_lost", "done", ())
     assert world.control.pool.get(sleeper) is None
@@ -249,7 +249,7 @@ def test_a_server_that_lent_to_two_replicas_is_ended_when_one_is_lost(seed):
 
 def test_the_core_may_have_the_slots_of_a_sleeper_too():
     world, rng = elastic(runtime_lent_servers="sleep"), Random(5)
-    until(world, rng, a_step_is_trained)
+    run_until(world, rng, a_step_is_trained)
     there = change(world, rng, plan([2, 1], [0]))
     assert (there.outcome, there.asleep) == ("done", (LENDER,))
     assert change(world, rng, TWO).started == (LENDER,)
@@ -286,7 +286,7 @@ def test_no_operator_and_no_late_word_reaches_a_sleeper():
 
 def test_an_operators_drain_ends_with_the_servers_sleep():
     world, rng = elastic(runtime_lent_servers="sleep"), Random(5)
-    until(world, rng, a_step_is_trained)
+    run_until(world, rng, a_step_is_trained)
     world.post(events.DrainRequested(LENDER, drain=True))
     there = change(world, rng, LENT)
     assert (there.outcome, there.asleep) == ("done", (LENDER,))
@@ -297,7 +297,7 @@ def test_an_operators_drain_ends_with_the_servers_sleep():
 
 def test_whoever_fell_asleep_for_nobody_is_ended():
     world, rng = elastic(runtime_lent_servers="sleep"), Random(5)
-    until(world, rng, a_step_is_trained)
+    run_until(world, rng, a_step_is_trained)
     told = list(world.control.on_event(asleep(world, "vllm-1-7"), moment(world)))
     assert commands.RetireInstance(LENDER) in told
     assert list(world.control.on_event(events.InstanceAsleep("vllm-9", "x"), moment(world))) == []
@@ -307,9 +307,9 @@ def test_whoever_fell_asleep_for_nobody_is_ended():
 
 def test_what_the_process_before_says_of_its_sleep_puts_nobody_to_sleep():
     world, rng = elastic(runtime_lent_servers="sleep"), Random(5)
-    until(world, rng, a_step_is_trained)
+    run_until(world, rng, a_step_is_trained)
     want(world, LENT)
-    until(world, rng, lambda w: LENDER in w.asleep)
+    run_until(world, rng, lambda w: LENDER in w.asleep)
     said = list(world.control.on_event(asleep(world, "vllm-1-7"), moment(world)))
     assert said[0] == commands.RetireInstance(LENDER)
     assert state_of(world) is not MemberState.ASLEEP
@@ -318,7 +318,7 @@ def test_what_the_process_before_says_of_its_sleep_puts_nobody_to_sleep():
 def test_only_the_process_that_woke_up_is_asked_what_it_holds():
     world, rng = lent()
     want(world, TWO, 2)
-    until(world, rng, lambda w: state_of(w) is MemberState.WAKING)
+    run_until(world, rng, lambda w: state_of(w) is MemberState.WAKING)
     woken = events.InstanceWoken(LENDER, Incarnation("vllm-1-7"))
     assert not any(map(is_question, world.control.on_event(woken, moment(world))))
     woken = events.InstanceWoken(LENDER, world.processes[LENDER].incarnation)
@@ -346,6 +346,6 @@ def test_a_supervisor_that_comes_after_starts_without_the_sleepers():
     memory = world.kept_plans[-1].memory
     second = resumed(world, memory)
     assert [it.instance_id for it in second.control.pool.members] == ["vllm-0"]
-    until(second, rng, lambda w: len(w.reconfigurations) == 1)
+    run_until(second, rng, lambda w: len(w.reconfigurations) == 1)
     back = change(second, rng, TWO)
     assert (back.outcome, back.started) == ("done", ("vllm-4",)), "a name was used twice"

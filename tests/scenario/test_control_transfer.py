@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_world import plan_of
+from control_parts import plan_of
+from control_runs import A, B, run_until, run_until_stuck
 from libra.config.model import ModelConfig
 from libra.config.planning import PlannerConfig
 from libra.config.run import RunConfig
@@ -22,21 +23,11 @@ from libra_supervisor.loop.cycle import Phase
 from libra_supervisor.loop.plan_desk import PlanDesk
 from transfer_world import Receive, TransferWorld
 
-A, B = InstanceId("vllm-0"), InstanceId("vllm-1")
-
 
 def started(**knobs) -> TransferWorld:
     world = TransferWorld(**knobs)
     world.boot()
     return world
-
-
-def run_until(world: TransferWorld, rng: Random, condition) -> None:
-    for _ in range(5000):
-        if condition(world):
-            return
-        assert world.step(rng), "nothing is left to happen"
-    raise AssertionError("it never came to that")
 
 
 def run_to_the_end(world: TransferWorld, rng: Random) -> None:
@@ -71,11 +62,9 @@ def test_the_trainer_holds_a_version_until_it_is_committed():
     world.is_held = lambda event: (
         isinstance(event, events.RankSaid) and isinstance(event.event, WeightsOffered)
     )
-    while world.step(rng):
-        pass
+    run_until_stuck(world, rng)
     world.is_held = lambda event: isinstance(event, events.ReloadAnswered)
-    while world.step(rng):
-        pass
+    run_until_stuck(world, rng)
     # Everything is sent, but nobody has proved it: the weights may be needed once more.
     assert world.sending is None
     assert world.control.cycle.phase is Phase.EXPORTING
@@ -141,8 +130,7 @@ def test_ranks_started_anew_offer_the_served_version_again_when_nobody_has_it(se
     world.post(events.ReconfigurationWanted(1, wanted, "test"))
     # No answer comes: there is nothing to train on, and so no next version, when servers are lost.
     world.is_held = lambda event: hasattr(event, "group")
-    while world.step(rng):
-        pass
+    run_until_stuck(world, rng)
     assert world.reconfigurations[0].record.outcome == "done"
     assert world.control.cycle.phase is Phase.COLLECTING
     for instance_id in list(world.processes):
@@ -163,8 +151,7 @@ def test_the_next_try_waits_for_rank_0_since_it_may_be_the_one_that_is_gone():
         isinstance(event, events.RankSaid) and isinstance(event.event, WeightsSent)
     )
     run_until(world, rng, lambda w: len(w.control.pool.ids_in(MemberState.STALE)) == 2)
-    while world.step(rng):
-        pass
+    run_until_stuck(world, rng)
     assert len(world.transferred) == num_sent
     world.is_held = lambda _: False
     world.lose_gang()
@@ -178,8 +165,7 @@ def test_a_late_server_receives_what_is_served_while_the_ranks_still_hold_it():
     run_until(world, rng, lambda w: w.trained)
     # No answers, so that no further batch is taken.
     world.is_held = lambda event: hasattr(event, "group")
-    while world.step(rng):
-        pass
+    run_until_stuck(world, rng)
     assert world.control.cycle.phase is Phase.COLLECTING
     world.kill_process(A)
     run_until(world, rng, lambda w: A in w.routes)
@@ -196,8 +182,7 @@ def test_a_late_servers_checksum_is_judged_by_rank_0_which_alone_knows_the_right
     world = started(total_steps=8, offpolicyness=2.0)
     run_until(world, rng, lambda w: w.trained)
     world.is_held = lambda event: hasattr(event, "group")
-    while world.step(rng):
-        pass
+    run_until_stuck(world, rng)
     world.kill_process(A)
     run_until(world, rng, lambda w: any(_is_ack_of(e, A) for e in w.pending))
     said = next(e for e in world.pending if _is_ack_of(e, A))
@@ -217,8 +202,7 @@ def test_a_verdict_on_a_batch_that_was_given_up_says_nothing_about_the_next_one(
     world = started(total_steps=8, offpolicyness=2.0)
     run_until(world, rng, lambda w: w.trained)
     world.is_held = lambda event: hasattr(event, "group")
-    while world.step(rng):
-        pass
+    run_until_stuck(world, rng)
     world.kill_process(A)
     run_until(world, rng, lambda w: any(_is_verdict(e) for e in w.pending))
     late = next(e for e in world.pending if _is_verdict(e))

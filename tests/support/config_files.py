@@ -29,6 +29,14 @@ BASE = {
     "batch_size": "8",
     "n_samples": "4",
 }
+ARCH = (
+    "model_arch: {architecture: Qwen2ForCausalLM, num_layers: 6, hidden_size: 384, "
+    "num_attention_heads: 12, num_key_value_heads: 4, head_dim: 32, intermediate_size: 768, "
+    "vocab_size: 512, max_position_embeddings: 8192}"
+)
+"""A shape written out, as YAML."""
+
+MOE = ARCH.replace("vocab_size", "num_experts: 6, moe_intermediate_size: 96, vocab_size")
 
 
 def config_from(text: str = "", **options: str) -> RunConfig:
@@ -51,6 +59,13 @@ def text_of(text: str = "", **options: str) -> str:
 def broken_rules(text: str = "", **options: str) -> dict[str, Problem]:
     """Problems between options, by path."""
     return {problem.path: problem for problem in check_rules(config_from(text, **options))}
+
+
+def only_problem(text: str = "", **options: str) -> Problem:
+    """The one rule that is broken."""
+    found = broken_rules(text, **options)
+    assert len(found) == 1, found
+    return next(iter(found.values()))
 
 
 def warnings_of(text: str = "", **options: str) -> dict[str, Problem]:

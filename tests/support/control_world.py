@@ -8,118 +8,31 @@ waits in `pending`; `step(rng)` lets one of it happen.
 from collections import Counter
 from collections.abc import Callable
 from random import Random
-from typing import Literal
 
 import msgspec
 
-from libra.config.model import ModelConfig
-from libra.config.planning import PlannerConfig
-from libra.config.run import RunConfig
-from libra.config.weights import ReloadMethod, ReloadStrategy, WeightsConfig
-from libra.ids import (
-    ChildId,
-    GroupId,
-    Incarnation,
-    InstanceId,
-    PolicyVersion,
-    PromptId,
-    RunId,
-    SlotId,
-)
-from libra.planner.plan import InstancePlacement, Plan, TrainPlacement
-from libra.pools.change_policy import policy_of
-from libra.pools.pool import RolloutPool
-from libra.rollouts.accounts import BufferLimits
-from libra.rollouts.evaluation import EvaluationTerms, is_evaluated
-from libra.rollouts.group import AdmittedGroup, PromptRef
-from libra.rollouts.trajectory import SampleFailed, Trajectory
+from control_parts import METRICS, RUN, control_with, probe_logprobs, still_plans, trajectory
+from libra.config.weights import ReloadMethod
+from libra.ids import ChildId, GroupId, Incarnation, InstanceId, PolicyVersion
+from libra.planner.plan import Plan, TrainPlacement
+from libra.rollouts.evaluation import is_evaluated
+from libra.rollouts.group import AdmittedGroup
+from libra.rollouts.trajectory import SampleFailed
 from libra.weights.judge import judge_acks
-from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest, VersionSpan
+from libra.wire.instance import InstanceState, ReloadAck, ReloadRequest
 from libra.wire.rank import (
     AcksJudged,
     CheckpointSaved,
     JudgeAcks,
     StepTrained,
-    TrainMetrics,
     WeightsExported,
     WeightsOffered,
 )
 from libra_supervisor import events
-from libra_supervisor.loop import commands, cycle
-from libra_supervisor.loop.collection import CollectionTerms
-from libra_supervisor.loop.control import Control
-from libra_supervisor.loop.evaluator import Evaluator
+from libra_supervisor.loop import commands
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.plan_desk import PlanDesk
-from libra_supervisor.loop.publication import Publication, Terms
-from libra_supervisor.loop.rollout_desk import RolloutDesk
 from libra_supervisor.loop.rollout_state import encoded
-from libra_supervisor.loop.run_state import Policy
-
-RUN = RunId("run")
-PROBE = (1, 2, 3)
-METRICS = TrainMetrics(
-    loss=0.0,
-    grad_norm=1.0,
-    entropy=1.0,
-    clip_fraction=0.0,
-    kl_mismatch=0.0,
-    ratio_mean=1.0,
-    learning_rate=1e-3,
-    num_tokens=8,
-    num_optimizer_steps=1,
-    num_skipped_steps=0,
-    recompute_s=0.1,
-    train_s=0.2,
-    peak_memory_bytes=0,
-)
-
-
-def probe_logprobs(version: PolicyVersion | None) -> tuple[float, ...]:
-    """What every right computation gives; versions differ by more than a run survives."""
-    return (-1.0 - (version or 0), -2.0)
-
-
-class ListCursor:
-    """Prompts 0, 1, 2, ... for `epochs` rounds over `num_prompts`; None goes on for ever."""
-
-    def __init__(self, num_prompts: int = 5, epochs: int | None = None) -> None:
-        self.num_prompts = num_prompts
-        self._epochs = epochs
-        self._visit = 0
-
-    def next(self) -> PromptRef | None:
-        epoch, row = divmod(self._visit, self.num_prompts)
-        if self._epochs is not None and epoch >= self._epochs:
-            return None
-        self._visit += 1
-        return PromptRef(PromptId(f"p{row}"), row, epoch)
-
-    def dump(self) -> bytes:
-        return str(self._visit).encode()
-
-    def restore(self, state: bytes) -> None:
-        self._visit = int(state)
-
-
-def still_plans(ids) -> PlanDesk:
-    """The desk of a run whose plan is never changed."""
-    return PlanDesk(
-        plan_of(ids),
-        policy_of(PlannerConfig(), num_slots=8),
-        config=RunConfig(model=ModelConfig(model_path="m")),
-    )
-
-
-def plan_of(ids) -> Plan:
-    """One instance on each slot from 0, the core behind them."""
-    return Plan(
-        strategy="configured",
-        train=TrainPlacement(tp=1, pp=1, cp=1, ep=1, dp=1, slots=(SlotId(len(ids)),)),
-        instances=tuple(
-            InstancePlacement(instance_id=it, tp=1, slots=(SlotId(k),)) for k, it in enumerate(ids)
-        ),
-    )
 
 
 class Process(msgspec.Struct, kw_only=True):
@@ -134,27 +47,17 @@ class Process(msgspec.Struct, kw_only=True):
 class World:
     """Two engines and a gang, driven by `control`'s commands."""
 
-    def __init__(  # noqa: PLR0913, PLR0915 - each is a knob of a scenario, or a part of the truth
+    def __init__(  # noqa: PLR0915 - the parts of the truth
         self,
         *,
-        total_steps: int | None = 4,
-        sync_interval: int = 1,
-        save_interval: int = 2,
-        offpolicyness: float = 1.0,
-        max_concurrent: int = 16,
         num_instances: int = 2,
-        min_rollout_gpus: int = 1,
-        epochs: int | None = None,
-        eval_rows: int = 0,
-        eval_interval: int = 1,
+        offpolicyness: float = 1.0,
         reload_method: ReloadMethod = "inplace",
-        reload_strategy: ReloadStrategy = "parallel",
-        sync_mode: Literal["restart", "nccl"] = "restart",
-        num_probes: int = 0,
         plans: PlanDesk | None = None,
-        collection: CollectionTerms = CollectionTerms(),  # noqa: B008 - frozen
         probe_error_of: Callable[[InstanceId], float] = lambda _: 0.0,
+        **knobs,
     ) -> None:
+        """`knobs` are those of `control_with`."""
         self.now = 0.0
         self.pending: list[events.Event] = []
         self.routes: dict[InstanceId, PolicyVersion] = {}
@@ -211,66 +114,12 @@ class World:
         self._births = 0
         self._reload_method = reload_method
         self._probe_error_of = probe_error_of
-        self._ids = [InstanceId(f"vllm-{k}") for k in range(num_instances)]
-        if plans is not None:
-            self._ids = [it.instance_id for it in plans.started_with.instances]
-        node_of = (
-            {}
-            if plans is None
-            else {it.instance_id: it.node for it in plans.started_with.instances}
-        )
-        pool = RolloutPool([(i, 1) for i in self._ids], now=0.0, node_of=node_of)
-        limits = BufferLimits(
-            n_samples=2,
-            batch_size=4,
-            max_concurrent=max_concurrent,
-            max_head_offpolicyness=offpolicyness,
-            last_step=total_steps,
-        )
-        terms = Terms(
-            run_id=RUN,
-            weights=WeightsConfig(
-                sync_interval=sync_interval or 1,
-                rollout_weight_sync_mode=sync_mode,
-                rollout_weight_reload_method=reload_method,
-                rollout_weight_reload_strategy=reload_strategy,
-            ),
-            min_rollout_gpus=min_rollout_gpus,
-            probe_token_ids=PROBE,
-            probe_tolerance=1e-3,
-        )
-        desk = plans or still_plans(self._ids)
+        desk = plans or still_plans([InstanceId(f"vllm-{k}") for k in range(num_instances)])
         self.placed = {it.instance_id: it for it in desk.started_with.instances}
         self.train = desk.started_with.train
-        self.control = Control(
-            cycle_machine=cycle.Cycle(
-                cycle.Limits(
-                    total_steps=total_steps,
-                    sync_interval=sync_interval,
-                    save_interval=save_interval,
-                    eval_interval=eval_interval if eval_rows else None,
-                )
-            ),
-            pool=pool,
-            desk=RolloutDesk(limits, ListCursor(epochs=epochs)),
-            publication=Publication(terms, pool),
-            evaluator=Evaluator(
-                EvaluationTerms(
-                    rows=tuple(range(eval_rows)),
-                    num_samples=2,
-                    max_concurrent=3,
-                    max_attempts=3,
-                    pass_reward=1.0,
-                )
-            ),
-            policy=Policy(
-                min_rollout_gpus=min_rollout_gpus,
-                publishes=sync_interval > 0,
-                transfers=sync_mode == "nccl",
-                num_probes=num_probes,
-                collection=collection,
-            ),
-            plans=desk,
+        self._ids = list(self.placed)
+        self.control = control_with(
+            desk, offpolicyness=offpolicyness, reload_method=reload_method, **knobs
         )
 
     def boot(self) -> None:
@@ -679,23 +528,6 @@ class _Replace(msgspec.Struct, frozen=True):
     instance_id: InstanceId
     incarnation: Incarnation
     request: ReloadRequest
-
-
-def trajectory(group: AdmittedGroup, index: int, version: PolicyVersion, reward: float):
-    return Trajectory(
-        trajectory_id=group.trajectory_id(index),
-        prompt_id=group.prompt.prompt_id,
-        group_id=group.group_id,
-        sample_index=index,
-        token_ids=(1, 2, 3),
-        loss_mask=(0, 1, 1),
-        rollout_logprobs=(0.0, -1.0, -1.0),
-        version_spans=(VersionSpan(version, 1, 3),),
-        num_prompt_tokens=1,
-        finish_reason="stop",
-        reward=reward,
-        instance_ids=(),
-    )
 
 
 class RandomWorld(World):

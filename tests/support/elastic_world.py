@@ -2,7 +2,7 @@
 
 import msgspec
 
-from control_world import plan_of
+from control_parts import plan_of
 from libra.config.model import ModelConfig
 from libra.config.planning import PlannerConfig
 from libra.config.run import RunConfig
@@ -87,14 +87,6 @@ def plan(train_slots, instance_slots, hybrid_slots=()) -> Plan:
 
 def want(world, wanted, decision_id=1):
     world.post(events.ReconfigurationWanted(decision_id, wanted, "test"))
-
-
-def until(world, rng, condition):
-    for _ in range(5000):
-        if condition(world):
-            return
-        assert world.step(rng), "nothing is left to happen"
-    raise AssertionError("it never came to that")
 
 
 def records(world):

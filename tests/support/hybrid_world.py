@@ -1,6 +1,6 @@
 """A `World` whose run lends slots to hybrid replicas, with replicas that fail in every way."""
 
-from control_world import METRICS
+from control_parts import METRICS
 from libra.ids import ReplicaId, RunId, SlotId
 from libra.planner.plan import HybridPlacement
 from libra.rollouts.batch import BatchShape

@@ -2,7 +2,8 @@
 
 import msgspec
 
-from control_world import RandomWorld, plan_of
+from control_parts import plan_of
+from control_world import RandomWorld
 from hybrid_world import HybridWorld
 from libra.config.model import ModelConfig
 from libra.config.planning import PlannerConfig

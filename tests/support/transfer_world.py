@@ -8,7 +8,8 @@ from random import Random
 
 import msgspec
 
-from control_world import PROBE, RUN, RandomWorld, probe_logprobs
+from control_parts import PROBE, RUN, probe_logprobs
+from control_world import RandomWorld
 from libra.ids import Incarnation, InstanceId
 from libra.weights.judge import judge_acks
 from libra.wire.instance import ReloadAck, ReloadRequest, TransferTensor

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from control_world import METRICS
+from control_parts import METRICS
 from libra.config.tracing import TracingConfig
 from libra.ids import RunId
 from libra.rollouts.summary import BatchSummary

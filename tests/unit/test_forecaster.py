@@ -2,7 +2,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from control_world import METRICS, trajectory
+from control_parts import METRICS, trajectory
 from libra.config.run import RunConfig
 from libra.ids import Incarnation, InstanceId, PolicyVersion, PromptId, ReplicaId
 from libra.planner.plan import HybridPlacement

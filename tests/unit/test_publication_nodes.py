@@ -2,7 +2,7 @@
 
 import pytest
 
-from control_world import PROBE, RUN
+from control_parts import PROBE, RUN
 from libra.config.weights import WeightsConfig
 from libra.pools.pool import RolloutPool
 from libra.wire.instance import WeightsReceipt

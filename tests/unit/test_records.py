@@ -4,7 +4,7 @@ import os
 import msgspec
 import pytest
 
-from control_world import METRICS, trajectory
+from control_parts import METRICS, trajectory
 from libra.config.model import ModelConfig
 from libra.config.run import RunConfig
 from libra.errors import DataError, SiteError

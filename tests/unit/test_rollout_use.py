@@ -1,4 +1,4 @@
-from control_world import trajectory
+from control_parts import trajectory
 from libra.ids import PolicyVersion, PromptId
 from libra.rollouts.group import AdmittedGroup, PromptRef
 from libra_supervisor.loop.rollout_use import RolloutClock

@@ -1,6 +1,6 @@
 import pytest
 
-from control_world import METRICS, plan_of, trajectory
+from control_parts import METRICS, plan_of, trajectory
 from libra import clock
 from libra.ids import ChildId, Incarnation, PolicyVersion, PromptId
 from libra.rollouts.group import AdmittedGroup, CompleteGroup, PromptRef

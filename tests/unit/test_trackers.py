@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from control_world import METRICS
+from control_parts import METRICS
 from libra.config.availability import check_trackers
 from libra.config.model import ModelConfig
 from libra.config.run import RunConfig

@@ -11,7 +11,7 @@ from libra.config.arithmetic import (
     optimizer_steps,
     samples_per_optimizer_step,
 )
-from libra.config.problems import Problem
+from libra.config.problems import Problem, one_of
 from libra.config.run import RunConfig
 
 MODEL_PARALLEL = ("train_tp_size", "train_pp_size", "train_cp_size")
@@ -24,8 +24,8 @@ def whole_groups(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             path="batch_size",
             what=f"{batch} samples are no whole number of prompts x {n} samples (n_samples)",
-            hint=f"nearest: batch_size {_or(nearest_multiples(batch, n))}, "
-            f"or n_samples {_or(nearest_divisors(n, batch))}",
+            hint=f"nearest: batch_size {one_of(nearest_multiples(batch, n))}, "
+            f"or n_samples {one_of(nearest_divisors(n, batch))}",
             related=("n_samples",),
         )
 
@@ -38,8 +38,8 @@ def whole_optimizer_steps(config: RunConfig) -> Iterator[Problem]:
             path="mini_batch_size",
             what=f"{batch} samples (batch_size) are no whole number of optimizer steps x {mini} "
             "samples",
-            hint=f"nearest: mini_batch_size {_or(nearest_divisors(mini, batch))}, "
-            f"or batch_size {_or(nearest_multiples(batch, mini))}",
+            hint=f"nearest: mini_batch_size {one_of(nearest_divisors(mini, batch))}, "
+            f"or batch_size {one_of(nearest_multiples(batch, mini))}",
             related=("batch_size",),
         )
 
@@ -54,14 +54,14 @@ def whole_micro_batches(config: RunConfig) -> Iterator[Problem]:
     multiple = dp * training.micro_batch_size
     if key == "batch_size":
         multiple = common_multiple(multiple, config.algorithm.n_samples)
-    hints = [f"{key} {_or(nearest_multiples(mini, multiple))}"]
+    hints = [f"{key} {one_of(nearest_multiples(mini, multiple))}"]
     if mini % training.micro_batch_size == 0:
         sizes = nearest_divisors(dp, mini // training.micro_batch_size)
         gpus = tuple(size * model_parallel_size(config) for size in sizes)
-        hints.append(f"data-parallel size {_or(sizes)} (train_gpus {_or(gpus)})")
+        hints.append(f"data-parallel size {one_of(sizes)} (train_gpus {one_of(gpus)})")
     if mini % dp == 0:
         sizes = nearest_divisors(training.micro_batch_size, mini // dp)
-        hints.append(f"micro_batch_size {_or(sizes)}")
+        hints.append(f"micro_batch_size {one_of(sizes)}")
     yield Problem(
         path=key,
         what=f"an optimizer step of {mini} samples does not divide over {dp} data-parallel ranks "
@@ -192,10 +192,6 @@ def correction_needs_recompute(config: RunConfig) -> Iterator[Problem]:
         "the proximal policy, so each weight is 1",
         related=("recompute_logprobs",),
     )
-
-
-def _or(values: tuple[int, ...]) -> str:
-    return " or ".join(str(value) for value in values)
 
 
 RULES = (

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from libra.config.arithmetic import model_parallel_size, nearest_divisors, planner_decides
-from libra.config.problems import Problem
+from libra.config.problems import Problem, one_of
 from libra.config.run import RunConfig
 
 PLANNER = "global_resource_planner"
@@ -48,7 +48,7 @@ def granularity_fits(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             path=f"{PLANNER}.allocation_granularity_gpus",
             what=f"steps of {step} GPUs do not split a budget of {total} in two",
-            hint=f"nearest: {_or(nearest_divisors(min(step, total // 2), total))}",
+            hint=f"nearest: {one_of(nearest_divisors(min(step, total // 2), total))}",
             related=("train_gpus", "rollout_gpus"),
         )
 
@@ -123,7 +123,7 @@ def expert_candidates(config: RunConfig) -> Iterator[Problem]:
             what = f"is {ep}, but {arch.architecture} has no experts"
             yield Problem(path=path, what=what, hint="nearest: 1", related=("model_arch",))
         elif arch.num_experts % ep:
-            nearest = _or(nearest_divisors(ep, arch.num_experts))
+            nearest = one_of(nearest_divisors(ep, arch.num_experts))
             what = f"{ep} does not divide the experts, {arch.num_experts}"
             yield Problem(path=path, what=what, hint=f"nearest: {nearest}", related=("model_arch",))
 
@@ -224,10 +224,6 @@ def cluster_is_large_enough(config: RunConfig) -> Iterator[Problem]:
             hint=f"at least {-(-used // hardware.gpus_per_node)} nodes",
             related=("train_gpus", "rollout_gpus", "hardware.gpus_per_node"),
         )
-
-
-def _or(values: tuple[int, ...]) -> str:
-    return " or ".join(str(value) for value in values)
 
 
 def _at_most(name: str, value: int, limit_name: str, limit: int) -> Iterator[Problem]:

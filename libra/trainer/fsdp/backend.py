@@ -23,7 +23,7 @@ from libra.trainer.fsdp.model import (
 )
 from libra.trainer.fsdp.optimizer import build_optimizer, step_if_finite
 from libra.trainer.fsdp.weights import export_plan, local, whole_tensors
-from libra.trainer.head import Head, Sampling, ScoreRequest, chunk_tokens
+from libra.trainer.head import Head, Sampling, score_request
 from libra.trainer.host_memory import ALIGNMENT, HostMemory
 from libra.trainer.loss import LossSums
 from libra.trainer.world import World, are_finite, sum_over_world
@@ -50,16 +50,12 @@ class FsdpScorer:
 
     def scores(self, batch: MicroBatch, sampling: Sampling) -> torch.Tensor:
         """float32[2, n] logprobs and entropies."""
-        request = ScoreRequest(
-            head=self._head,
-            positions=batch.scored,
-            targets=batch.targets,
-            sampling=sampling,
-            chunk_tokens=chunk_tokens(
-                logit_rows=self._logit_rows,
-                longest=batch.packing.longest,
-                vocab_slice=self._head.num_valid,
-            ),
+        request = score_request(
+            self._head,
+            batch,
+            sampling,
+            logit_rows=self._logit_rows,
+            vocab_slice=self._head.num_valid,
         )
         scores: torch.Tensor = self.model(batch.token_ids, request)
         return scores

@@ -11,19 +11,17 @@ import msgspec
 
 from libra import clock
 from libra.config.run import RunConfig
-from libra.errors import ChildError, InvariantError, LibraError, PeerError, RefusedError, SiteError
-from libra.ids import ChildId, Incarnation, RequestId, RunId
+from libra.errors import ChildError, InvariantError, PeerError, RefusedError, SiteError
+from libra.ids import ChildId, Incarnation, RunId
 from libra.planner.plan import InstancePlacement
 from libra.scheduling.scheduler import Scheduler
-from libra.tracing.log import get_log
-from libra.wire.instance import GO_FILE_VARIABLE, WAITING_SUFFIX, InstanceState, Sampling
+from libra.wire.instance import GO_FILE_VARIABLE, WAITING_SUFFIX, InstanceState
 from libra_supervisor.app.drain_watch import Traffic
+from libra_supervisor.app.engine_watch import EngineWatch
 from libra_supervisor.app.slumber import MemoryGate, Slumber
 from libra_supervisor.instances.client import InstanceClient
-from libra_supervisor.instances.health import Health, HealthMonitor
-from libra_supervisor.instances.poller import InstancePoller, Polled
+from libra_supervisor.instances.poller import Polled
 from libra_supervisor.instances.port_lease import lease_port
-from libra_supervisor.instances.request_watch import RequestWatch
 from libra_supervisor.instances.serving_meter import ServingMeter
 from libra_supervisor.instances.vllm import InstancePlacement as ServerPlacement
 from libra_supervisor.instances.vllm import ServingPaths, server_spec, start_digest
@@ -35,11 +33,6 @@ from libra_supervisor.run_directory import RunDirectory
 
 READY_POLL_S: Final = 0.5
 DRAIN_POLL_S: Final = 0.1
-PROBE_TIMEOUT_S: Final = 30.0
-RELOAD_FACTOR: Final = 10.0
-FIRST_TOKEN: Final = Sampling(max_new_tokens=1, temperature=0.0)
-
-_log = get_log()
 
 
 class HeldPort(Protocol):
@@ -141,18 +134,19 @@ class Engine(ChildHooks):
         self.slumber = Slumber(
             placement.instance_id, gate, timeout_s=site.config.supervision.liveness_stall_s
         )
-        self.reload_begun_at: float | None = None
-        """Since when a reload is asked for: for a while no progress is owed."""
-
-        self.longest_reload_s = 0.0
         self._site = site
         self._scheduler = scheduler
         self._traffic: Traffic = traffic or scheduler
         self._port = port
         self._served_directory = served_directory
-        self._rng = rng
-        self._was_excused = False
-        self.watch = RequestWatch(rng=rng)
+        self.watch = EngineWatch(
+            placement.instance_id,
+            site.config,
+            self.slumber,
+            num_in_flight=self._num_in_flight,
+            show=self._show,
+            rng=rng,
+        )
         self._replacement: Replacement | None = None
         self.loading_directory: Path | None = None
         """The published version that a process which is not ready yet starts from."""
@@ -289,7 +283,7 @@ class Engine(ChildHooks):
         if state.is_asleep:
             raise ChildError("it sleeps, and whoever put it to sleep is gone")
         if state.policy_version is not None:
-            await self._probe()
+            await self.watch.probe(self.client)
         # Else it is an adopted server whose reload was cut off: it refuses to answer until the
         # next reload, which has a probe of its own.
         loaded, self.loading_directory = self.loading_directory, None
@@ -298,44 +292,10 @@ class Engine(ChildHooks):
             self._replacement.is_over.set()
 
     async def until_stuck(self, child: RunningChild) -> str:
-        supervision = self._site.config.supervision
-        stall_s = supervision.liveness_stall_s
-        monitor = HealthMonitor(stall_s=stall_s, silence_s=stall_s, now=clock.now())
-        # So it did when it was ready: one that hangs before the first look is not loading.
-        monitor.on_health("healthy", now=clock.now())
-        looked = anyio.Event()
-
-        def take(polled: Polled) -> None:
-            self._take(polled, monitor)
-            looked.set()
-
-        scheduling = self._site.config.heterogeneous_rollout.scheduling
-        poller = InstancePoller(
-            self.client,
-            child.incarnation,
-            take,
-            period_s=scheduling.metrics_poll_interval_s,
-            timeout_s=scheduling.metrics_request_timeout_s,
-            rng=self._rng,
-            has_load=lambda: not self.slumber.is_on,
-        )
-        health = Health("loading")
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(poller.run)
-            tasks.start_soon(self.watch.run, self.client)
-            while health.state != "dead":
-                await looked.wait()
-                looked = anyio.Event()
-                health = monitor.health(now=clock.now())
-                if health.needs_probe and self.slumber.is_on:
-                    health = Health("dead", health.reason)  # it could pass no probe
-                elif health.needs_probe:
-                    health = await self._doubted(monitor)
-            tasks.cancel_scope.cancel()
-        return health.reason
+        return await self.watch.until_stuck(self.client, child.incarnation)
 
     async def drain(self, child: RunningChild) -> None:
-        while self._traffic.num_in_flight(self.placement.instance_id):
+        while self._num_in_flight():
             await clock.sleep(DRAIN_POLL_S)
 
     async def close(self) -> None:
@@ -402,59 +362,12 @@ class Engine(ChildHooks):
             except (PeerError, RefusedError):
                 await clock.sleep(READY_POLL_S)
 
-    async def _probe(self) -> None:
-        """One forward pass. Raises ChildError when the server cannot do it."""
-        request = RequestId(f"probe-{self.placement.instance_id}-{self._rng.getrandbits(32):08x}")
-        try:
-            await self.client.complete([0], FIRST_TOKEN, request_id=request)
-        except LibraError as error:
-            raise ChildError(f"a forward pass fails: {error}") from error
+    def _num_in_flight(self) -> int:
+        return self._traffic.num_in_flight(self.placement.instance_id)
 
-    async def _doubted(self, monitor: HealthMonitor) -> Health:
-        monitor.on_probe_sent()
-        has_passed = False
-        with anyio.move_on_after(PROBE_TIMEOUT_S):
-            try:
-                await self._probe()
-                has_passed = True
-            except ChildError as error:
-                _log.warning("probe_failed", instance=self.placement.instance_id, why=str(error))
-        monitor.on_probe(has_passed=has_passed, now=clock.now())
-        return monitor.health(now=clock.now())
-
-    def _take(self, polled: Polled, monitor: HealthMonitor) -> None:
+    def _show(self, polled: Polled) -> None:
+        """Let the scheduler and the meter know what a look has found."""
         instance_id, metrics = self.placement.instance_id, polled.metrics
-        is_excused = self._is_excused(polled.at)
-        if is_excused != self._was_excused:
-            monitor.on_excused(is_excused=is_excused, now=polled.at)
-            self._was_excused = is_excused
-        monitor.on_health(polled.health, now=polled.at)
-        monitor.on_progress(
-            num_tokens=None if metrics is None else metrics.num_tokens,
-            num_running=None if metrics is None else metrics.load.num_running,
-            # A reload that takes too long is work that does not get done.
-            num_in_flight=self._traffic.num_in_flight(instance_id)
-            + (self.reload_begun_at is not None),
-            now=polled.at,
-        )
         if metrics is not None:
             self._scheduler.on_snapshot(instance_id, metrics.load, polled.at)
             self._site.meter.on_page(instance_id, polled.incarnation, metrics.serving)
-
-    def _is_excused(self, now: float) -> bool:
-        """Whether it sleeps, or a reload may still be on its way.
-
-        The first one may take as long as its ACK.
-
-        A later one has a measure: ten times the longest so far, and no less than a stall.
-        """
-        if self.slumber.is_on:
-            return True
-        if self.reload_begun_at is None:
-            return False
-        config = self._site.config
-        allowed_s = config.weights.rollout_weight_ack_timeout_s
-        if self.longest_reload_s:
-            usual_s = RELOAD_FACTOR * self.longest_reload_s
-            allowed_s = max(config.supervision.liveness_stall_s, usual_s)
-        return now - self.reload_begun_at < allowed_s

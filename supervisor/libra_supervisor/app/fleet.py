@@ -151,7 +151,7 @@ class Fleet:
 
     def watch_of(self, instance_id: InstanceId) -> RequestWatch:
         """Signs of life of requests there."""
-        return self._engine_of(instance_id).watch
+        return self._engine_of(instance_id).watch.requests
 
     def _engine_of(self, instance_id: InstanceId) -> Engine:
         engine = self._engines.get(instance_id)
@@ -295,7 +295,7 @@ class Fleet:
 
     async def reload(self, instance_id: InstanceId, request: ReloadRequest) -> ReloadAck:
         engine = self._engine_of(instance_id)
-        engine.reload_begun_at = begun_at = clock.now()
+        engine.watch.reload_begun_at = begun_at = clock.now()
         try:
             with anyio.fail_after(self._weights.rollout_weight_ack_timeout_s):
                 if self._weights.rollout_weight_reload_method == "restart":
@@ -308,8 +308,9 @@ class Fleet:
                 f"{instance_id} did not acknowledge v{request.policy_version}"
             ) from error
         finally:
-            engine.reload_begun_at = None
-        engine.longest_reload_s = max(engine.longest_reload_s, clock.now() - begun_at)
+            engine.watch.reload_begun_at = None
+        longest_s = engine.watch.longest_reload_s
+        engine.watch.longest_reload_s = max(longest_s, clock.now() - begun_at)
         return ack
 
     async def _reload_by_restart(self, engine: Engine, request: ReloadRequest) -> ReloadAck:

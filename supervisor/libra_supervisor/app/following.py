@@ -5,7 +5,6 @@ does, by the leader's commands (`NodeHands`).
 """
 
 import os
-import signal
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
@@ -33,6 +32,7 @@ from libra_supervisor.app.node_hands import NodeHands
 from libra_supervisor.app.node_making import MakingSite, NodeMaking
 from libra_supervisor.app.rank_relay import Tongue
 from libra_supervisor.app.shared_config import config_digest, option_digests
+from libra_supervisor.app.stop_signals import stop_signals
 from libra_supervisor.app.user_threads import abandon_user_threads
 from libra_supervisor.events import ChildEvent
 from libra_supervisor.journal import read_run_id
@@ -49,7 +49,7 @@ from libra_supervisor.notify import Notifier
 from libra_supervisor.process.cgroup import delegated_root
 from libra_supervisor.process.identity import identity_of
 from libra_supervisor.process.kernel import Linux
-from libra_supervisor.process.logs import LogPolicy, open_log_relay
+from libra_supervisor.process.logs import log_policy_from, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, become_subreaper
 from libra_supervisor.process.sweep import end_run
 from libra_supervisor.process.tree import StopDeadlines
@@ -64,7 +64,6 @@ from libra_supervisor.run_directory import (
 )
 
 GLOO_VARIABLE: Final = "GLOO_SOCKET_IFNAME"
-_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _LOOK_PERIOD_S: Final = 0.5
 _END_LOOK_S: Final = 2.0
 _NOTIFY_PERIOD_S: Final = 5.0
@@ -167,19 +166,14 @@ class _Follower:
         self._stop = LocalStop(following.site.rank, leave=self._leave)
 
     async def to_end(self) -> Outcome:
-        try:
-            with anyio.open_signal_receiver(*_STOP_SIGNALS) as signals:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._stop.hear, signals)
-                    tasks.start_soon(self._notifier.keep_alive)
-                    tasks.start_soon(self._tell_systemd)
-                    with self._scope:
-                        await self._follow(await _told_run_id(self._following))
-                    tasks.cancel_scope.cancel()
-        finally:
-            # All has ended; a late signal must not replace the exit code.
-            for late in _STOP_SIGNALS:
-                signal.signal(late, signal.SIG_IGN)
+        with stop_signals() as signals:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._stop.hear, signals)
+                tasks.start_soon(self._notifier.keep_alive)
+                tasks.start_soon(self._tell_systemd)
+                with self._scope:
+                    await self._follow(await _told_run_id(self._following))
+                tasks.cancel_scope.cancel()
         return self._outcome or Outcome(INTERRUPTED, "interrupted")
 
     async def _follow(self, run_id: RunId) -> None:
@@ -198,9 +192,7 @@ class _Follower:
             run_id=self._run_id,
             env=dict(self._following.environ),
             post=self._note_log,
-            policy=LogPolicy(
-                max_bytes=self._supervision.log_max_bytes, num_kept=self._supervision.log_keep
-            ),
+            policy=log_policy_from(self._supervision),
         ) as logs:
             spawner = LinuxSpawner(
                 run_id=self._run_id, logs=logs, kernel=kernel, cgroups=delegated_root()

@@ -8,7 +8,7 @@ from libra import clock
 from libra.ids import NodeRank
 from libra.tracing.log import get_log
 from libra.wire.node import NodeEvent, StopAsked
-from libra_supervisor.app.ending import INTERRUPTED
+from libra_supervisor.app.stop_signals import exit_code_of
 from libra_supervisor.nodes.allegiance import Allegiance
 from libra_supervisor.nodes.lease import Standing
 
@@ -60,7 +60,7 @@ class LocalStop:
         self._asked = StopAsked(
             f"{number.name} on node {self._node}",
             in_hurry=self._num_signals > 1,
-            exit_code=_code_of(number),
+            exit_code=exit_code_of(number),
         )
         self.repeat()
 
@@ -84,8 +84,4 @@ class LocalStop:
         return True
 
     def _leave_alone(self, why: str) -> None:
-        self._leave(_code_of(self._first), f"{self._first.name}, and {why}")
-
-
-def _code_of(number: signal.Signals) -> int:
-    return INTERRUPTED if number == signal.SIGINT else 0
+        self._leave(exit_code_of(self._first), f"{self._first.name}, and {why}")

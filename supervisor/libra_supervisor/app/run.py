@@ -6,12 +6,11 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Final, NamedTuple
 
 import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
-from msgspec.structs import asdict, astuple
+from msgspec.structs import astuple
 
 from libra import clock
 from libra.ids import ChildId, InstanceId, NodeRank, RunId
@@ -19,13 +18,13 @@ from libra.planner.plan import plan_in_words
 from libra.planner.probe import SwitchPlan
 from libra.planner.replan import Replanner
 from libra.rewards.loading import check_reward_name
-from libra.scheduling.notice import BreakerClosed, FeedbackRestored, RestartSeen
 from libra.scheduling.scheduler import Scheduler
 from libra.tracing.log import get_log
 from libra_supervisor.api.access import read_or_make_token
 from libra_supervisor.api.server import api_server
 from libra_supervisor.app.adoption import adoptee_of, take_over
 from libra_supervisor.app.builder import Builder
+from libra_supervisor.app.children import Children
 from libra_supervisor.app.cluster import Cluster
 from libra_supervisor.app.cluster_routing import ClusterRouting
 from libra_supervisor.app.collector import RunCollector, Sources, registry_of
@@ -47,14 +46,14 @@ from libra_supervisor.app.recall import (
     remembered_drains,
 )
 from libra_supervisor.app.replan_desk import DeskPorts, ReplanDesk
-from libra_supervisor.app.replicas import Replicas
+from libra_supervisor.app.rim import say_notices, show, tell_systemd
 from libra_supervisor.app.routing import SchedulerRouting, explained_if_debugging
 from libra_supervisor.app.spread_rollouts import SpreadRollouts
+from libra_supervisor.app.stop_signals import exit_code_of, stop_signals
 from libra_supervisor.app.tracer import Tracer
 from libra_supervisor.app.user_threads import abandon_user_threads
 from libra_supervisor.display.console import Display
-from libra_supervisor.display.progress import plain_line
-from libra_supervisor.events import Event, InstanceDoubted, StopRequested
+from libra_supervisor.events import Event, StopRequested
 from libra_supervisor.gateway.waiting import WaitingRoom
 from libra_supervisor.inbox import Inbox
 from libra_supervisor.instances.serving_meter import ServingMeter
@@ -67,22 +66,12 @@ from libra_supervisor.notify import Notifier
 from libra_supervisor.process.cgroup import delegated_root
 from libra_supervisor.process.kernel import Kernel, Linux
 from libra_supervisor.process.lifecycle import Adoptee
-from libra_supervisor.process.logs import LogPolicy, LogRelay, open_log_relay
+from libra_supervisor.process.logs import LogRelay, log_policy_from, open_log_relay
 from libra_supervisor.process.spawn import LinuxSpawner, Spawner, become_subreaper
-from libra_supervisor.ranks.gang import Gang
 from libra_supervisor.records.reader import last_attempt, last_decision_id
 from libra_supervisor.records.tracker_backends import open_trackers
 from libra_supervisor.records.writer import RecordsWriter
 from libra_supervisor.rollouts.user_tasks import contain_exits
-
-LOOPBACK: Final = "127.0.0.1"
-STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""SIGUSR1 is a batch system's notice that the time ends; it stops the run as SIGTERM does."""
-
-SHOW_PERIOD_S: Final = 0.5
-NOTICE_PERIOD_S: Final = 1.0
-NOTIFY_PERIOD_S: Final = 5.0
-START_EXTENSION_S: Final = 60.0
 
 _log = get_log()
 
@@ -132,33 +121,10 @@ async def _supervised(
         run_id=run_id,
         env=dict(launch.environ),
         post=run.inbox.post,
-        policy=LogPolicy(
-            max_bytes=launch.config.supervision.log_max_bytes,
-            num_kept=launch.config.supervision.log_keep,
-        ),
+        policy=log_policy_from(launch.config.supervision),
     ) as logs:
         outcome = await run.to_end(logs)
         return outcome, run.next_plan
-
-
-class Children(NamedTuple):
-    """Everything that runs in processes of its own for the whole run."""
-
-    fleet: Fleet
-    gang: Gang
-    replicas: Replicas
-
-    def start(self, tasks: TaskGroup, adopt: dict[ChildId, Adoptee]) -> None:
-        """Start servers and core; replicas are started when a plan has some."""
-        self.fleet.start(tasks, adopt)
-        self.replicas.begin(tasks)
-        tasks.start_soon(self.gang.run)
-
-    def stop(self) -> None:
-        """End them; called again, in a hurry."""
-        self.gang.stop()
-        self.replicas.stop_all()
-        self.fleet.stop()
 
 
 class Run:
@@ -294,8 +260,8 @@ class Run:
         tasks.start_soon(self._memory.run)
         tasks.start_soon(measure_stalls, self._stalls)
         tasks.start_soon(notifier.keep_alive)
-        tasks.start_soon(self._tell_systemd, notifier, operator)
-        tasks.start_soon(self._show, operator)
+        tasks.start_soon(tell_systemd, notifier, operator)
+        tasks.start_soon(show, self._display, operator)
 
     async def _take_over(
         self, fleet: Fleet, logs: LogRelay, kernel: Kernel, cluster: Cluster | None
@@ -366,7 +332,7 @@ class Run:
                 mail.run,
                 replans.run,
                 builder.room.run,
-                self._say_notices,
+                partial(say_notices, self._scheduler, self.inbox.post),
             ):
                 work.start_soon(task)
             if others is not None:
@@ -398,10 +364,7 @@ class Run:
         children.stop()
         async with anyio.create_task_group() as listening:
             listening.start_soon(self._note_the_rest)
-            async with anyio.create_task_group() as waiting:
-                waiting.start_soon(children.gang.until_down)
-                waiting.start_soon(children.replicas.until_down)
-                waiting.start_soon(children.fleet.until_down)
+            await children.until_down()
             listening.cancel_scope.cancel()
 
     async def _note_the_rest(self) -> None:
@@ -542,17 +505,12 @@ class Run:
         )
         return operator
 
-    # Tasks at the rim
+    # Signals
 
     async def _hear_signals(self, children: Children) -> None:
-        try:
-            with anyio.open_signal_receiver(*STOP_SIGNALS) as signals:
-                async for number in signals:
-                    await self._on_signal(signal.Signals(number), children)
-        finally:
-            # All has ended or is ending; a late signal must not replace the exit code.
-            for late in STOP_SIGNALS:
-                signal.signal(late, signal.SIG_IGN)
+        with stop_signals() as signals:
+            async for number in signals:
+                await self._on_signal(signal.Signals(number), children)
 
     async def _on_signal(self, number: signal.Signals, children: Children) -> None:
         self._num_signals += 1
@@ -561,32 +519,7 @@ class Run:
             # The deadlines of what is being ended are shortened.
             children.stop()
             return
-        code = INTERRUPTED if number == signal.SIGINT else 0
         is_repeated = self._num_signals > 1
-        await self.inbox.post(StopRequested(number.name, now=is_repeated, exit_code=code))
-
-    async def _say_notices(self) -> None:
-        """Log what the scheduler finds worth saying once, and have doubts looked into."""
-        while True:
-            for notice in self._scheduler.take_notices():
-                is_good = isinstance(notice, FeedbackRestored | BreakerClosed)
-                say = _log.info if is_good else _log.warning
-                say("scheduler_notice", kind=type(notice).__name__, **asdict(notice))
-                if isinstance(notice, RestartSeen):
-                    await self.inbox.post(InstanceDoubted(notice.instance_id))
-            await clock.sleep(NOTICE_PERIOD_S)
-
-    async def _show(self, operator: Operator) -> None:
-        while True:
-            self._display.show(operator.progress())
-            await clock.sleep(SHOW_PERIOD_S)
-
-    async def _tell_systemd(self, notifier: Notifier, operator: Operator) -> None:
-        while not operator.is_ready():
-            notifier.extend_start(START_EXTENSION_S)
-            notifier.status(operator.progress().waiting_for)
-            await clock.sleep(NOTIFY_PERIOD_S)
-        notifier.ready(operator.progress().waiting_for)
-        while True:
-            await clock.sleep(NOTIFY_PERIOD_S)
-            notifier.status(plain_line(operator.progress()))
+        await self.inbox.post(
+            StopRequested(number.name, now=is_repeated, exit_code=exit_code_of(number))
+        )

@@ -6,7 +6,6 @@ against the probe logprobs that the trainer sent along with the export.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -49,6 +48,8 @@ from libra_supervisor.loop.commands import (
 )
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.open_batch import OpenBatch, ReloadCounts, disagreement
+from libra_supervisor.loop.reload_orders import ReloadOrders
+from libra_supervisor.loop.second_chances import SecondChances
 from libra_supervisor.loop.transfer_desk import TransferDesk
 from libra_supervisor.records.reload import RefusedAck, StrayAck
 
@@ -86,16 +87,10 @@ class Publication:
         self._desk = TransferDesk(
             terms.weights, rank_heartbeat_timeout_s=terms.rank_heartbeat_timeout_s
         )
-        self._num_aborts_of = Counter[Incarnation]()
-        """Transfers in a row that a process lost by another's fault."""
-
+        self._orders = ReloadOrders(terms.run_id, terms.weights, terms.probe_token_ids)
+        self._second_chances = SecondChances(max_aborts=MAX_FAILED_BATCHES)
         self._committed: PolicyVersion | None = None
-        self._newest_asked: PolicyVersion | None = None
-        self._to_rescue: dict[InstanceId, Incarnation] = {}
-        """Quarantined processes that live: tried once more with the next committed version."""
-
         self.counts = ReloadCounts()
-        self._num_batches = 0
         self._num_failed_in_a_row = 0
         self._is_retry_due = False
         self._attempt = 0
@@ -213,7 +208,7 @@ class Publication:
         """
         if self._open is not None or not self.can_give(held):
             return ()
-        rescued = self._take_to_rescue()
+        rescued = self._second_chances.take(self._pool)
         members = self._members_in([*self._pool.ids_in(MemberState.STALE), *rescued])
         if not members:
             return ()
@@ -337,7 +332,7 @@ class Publication:
 
     def forget(self, instance_id: InstanceId) -> None:
         """It is no member of the pool any more."""
-        self._to_rescue.pop(instance_id, None)
+        self._second_chances.forget(instance_id)
 
     def keep_base(self, version: PolicyVersion) -> None:
         """Engines keep what they started with (`rollout_weight_sync_mode: none`)."""
@@ -351,29 +346,17 @@ class Publication:
         exported = self._exported
         if exported is None:
             return ()
-        self._num_batches += 1
-        # What is asked for again, after a failure or by a gang that went back, is not newer. Nor
-        # is anything known yet of servers that an earlier supervisor left.
-        newest = self._newest_asked
-        force = is_catch_up or newest is None or exported.policy_version <= newest
-        self._newest_asked = max(exported.policy_version, newest or exported.policy_version)
-        nonce = f"{self._attempt}-{self._num_batches}-{at.wall_ns:x}"
+        nonce = self._orders.next_nonce(attempt=self._attempt, at=at)
         transfer: WeightsTransfer | None = None
         told: tuple[Command, ...] = ()
         if self._terms.transfers and members:
             transfer = self._desk.transfer(members, nonce=nonce)
             send = SendWeights(exported.policy_version, nonce, transfer)
             told = (TellRanks(self._attempt, send),)
-        request = ReloadRequest(
-            run_id=self._terms.run_id,
-            policy_version=exported.policy_version,
+        request = self._orders.request(
+            exported,
             nonce=nonce,
-            weights_directory=exported.directory,
-            manifest_hash=exported.manifest_hash,
-            strategy=self._terms.weights.rollout_weight_reload_strategy,
-            pause_mode=self._terms.weights.rollout_weight_pause_mode,
-            probe_token_ids=self._terms.probe_token_ids,
-            force=force,
+            is_catch_up=is_catch_up,
             receipt=next(iter(self._receipt_of.values()), None),
             transfer=transfer,
         )
@@ -484,7 +467,7 @@ class Publication:
             )
             if serves:
                 done.append(RouteTo(instance_id, incarnation, version))
-            self._num_aborts_of.pop(incarnation, None)
+            self._second_chances.on_proved(incarnation)
         self._desk_on_batch_ended()
         if self._open is not None and not self._open.is_catch_up:
             self.just_committed = version
@@ -517,35 +500,22 @@ class Publication:
         done: list[Command] = [Unroute(instance_id)]
         if open_batch is not None:
             open_batch.quarantined[instance_id] = reason
-        if self._has_lost_transfer(open_batch, instance_id):
+        if self._second_chances.may_receive_again(open_batch, instance_id, incarnation):
             self._pool.on_reload_aborted(instance_id, reason, now=at.now)
             return tuple(done)
         self._pool.on_reload_failed(instance_id, reason, now=at.now)
         if incarnation is None:
             # Its process is gone and will be followed by another; to ask would end that one.
             return tuple(done)
-        if _may_be_rescued(open_batch, instance_id):
-            self._to_rescue[instance_id] = incarnation
+        if self._second_chances.keep(open_batch, instance_id, incarnation):
             fields: dict[str, object] = {"instance": instance_id, "why": reason}
             return (*done, Say("reload_tried_again_later", fields, is_warning=True))
         return (*done, ReplaceInstance(instance_id, reason))
 
-    def _has_lost_transfer(self, open_batch: OpenBatch | None, instance_id: InstanceId) -> bool:
-        """Whether it only has to receive again. Not for ever: then it is the one that cannot."""
-        incarnation = self._pool[instance_id].incarnation
-        if open_batch is None or incarnation is None or not open_batch.was_aborted(instance_id):
-            return False
-        self._num_aborts_of[incarnation] += 1
-        return self._num_aborts_of[incarnation] < MAX_FAILED_BATCHES
-
     def _replace_unrescued(self) -> tuple[Command, ...]:
         """No version is committed that they could be tried with."""
-        doomed = self._take_to_rescue()
+        doomed = self._second_chances.take(self._pool)
         return tuple(ReplaceInstance(it, "its reload failed") for it in doomed)
-
-    def _take_to_rescue(self) -> list[InstanceId]:
-        waiting, self._to_rescue = self._to_rescue, {}
-        return [it for it, process in waiting.items() if self._pool[it].incarnation == process]
 
     def _desk_on_batch_ended(self) -> None:
         """A group goes on only when every member of it came through."""
@@ -596,9 +566,3 @@ class Publication:
             for m in members
             if m.incarnation is not None and not m.is_leaving
         ]
-
-
-def _may_be_rescued(open_batch: OpenBatch | None, instance_id: InstanceId) -> bool:
-    if open_batch is None or open_batch.is_catch_up:
-        return False
-    return open_batch.has_failed(instance_id)

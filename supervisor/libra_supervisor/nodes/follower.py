@@ -188,18 +188,12 @@ class FollowerEnd:
         try:
             with anyio.CancelScope() as self._connection:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._send, outgoing, tasks.cancel_scope)
+                    tasks.start_soon(outgoing.run_within, tasks.cancel_scope)
                     tasks.start_soon(self._beat, outgoing, tasks.cancel_scope)
                     await self._receive(connection, outgoing)
                     tasks.cancel_scope.cancel()
         finally:
             self._outgoing = self._connection = None
-
-    async def _send(self, outgoing: Outgoing, scope: anyio.CancelScope) -> None:
-        try:
-            await outgoing.run()
-        except PeerError:
-            scope.cancel()
 
     async def _beat(self, outgoing: Outgoing, scope: anyio.CancelScope) -> None:
         """Sign of life after sign of life; a leader that does not answer is dialled anew."""

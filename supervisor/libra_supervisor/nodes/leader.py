@@ -200,16 +200,9 @@ class LeaderEnd:
             if number not in self._outgoing:
                 return
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._send, outgoing, tasks.cancel_scope)
+                tasks.start_soon(outgoing.run_within, tasks.cancel_scope)
                 await self._receive(number, connection, outgoing)
                 tasks.cancel_scope.cancel()
-
-    async def _send(self, outgoing: Outgoing, scope: anyio.CancelScope) -> None:
-        try:
-            await outgoing.run()
-        except PeerError:
-            # The connection is over for both directions.
-            scope.cancel()
 
     async def _receive(self, number: int, connection: Connection, outgoing: Outgoing) -> None:
         while (envelope := await received_envelope(connection)) is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import anyio
 import msgspec
 
+from libra.errors import PeerError
 from libra.wire.node import Envelope
 from libra_supervisor.nodes.connection import Connection
 
@@ -41,6 +42,13 @@ class Outgoing:
                 # Numbered messages carry the acknowledgement of the moment they were made.
                 self._is_owed = False
                 await self._send(self._bare())
+
+    async def run_within(self, scope: anyio.CancelScope) -> None:
+        """Send until the connection ends, which is then over for both directions."""
+        try:
+            await self.run()
+        except PeerError:
+            scope.cancel()
 
     async def _send(self, envelope: Envelope) -> None:
         await self._connection.send(msgspec.msgpack.encode(envelope))

@@ -20,6 +20,7 @@ import msgspec
 from anyio import to_thread
 
 from libra import clock
+from libra.config.supervision import SupervisionConfig
 from libra.errors import SiteError, ungrouped
 from libra.ids import ChildId, RunId
 from libra.tracing.log import get_log
@@ -67,6 +68,10 @@ class LogPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Size at which a log file is rotated."""
 
     num_kept: int = 3
+
+
+def log_policy_from(config: SupervisionConfig) -> LogPolicy:
+    return LogPolicy(max_bytes=config.log_max_bytes, num_kept=config.log_keep)
 
 
 class LogRelay:

@@ -16,7 +16,7 @@ from libra.errors import ChildError
 from libra.ids import Incarnation, InstanceId, RunId, SlotId
 from libra.planner.plan import InstancePlacement
 from libra.scheduling.scheduler import Scheduler
-from libra_supervisor.app import engine as engine_module
+from libra_supervisor.app import engine_watch as engine_watch_module
 from libra_supervisor.app.engine import Engine, EngineSite
 from libra_supervisor.instances import client as client_module
 from libra_supervisor.instances.serving_meter import ServingMeter
@@ -38,7 +38,7 @@ def _short_patience(monkeypatch):
     """With a server that does not answer."""
     limits = CallLimits(connect_s=1.0, first_byte_s=0.5, whole_s=1.0)
     monkeypatch.setattr(client_module, "SHORT_CALL", limits)
-    monkeypatch.setattr(engine_module, "PROBE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(engine_watch_module, "PROBE_TIMEOUT_S", 1.0)
 
 
 @pytest.fixture

@@ -287,7 +287,7 @@ async def test_a_relay_that_ends_at_once_every_time_is_an_error_of_the_site(tmp_
     async def lose_the_relay():
         async with open_log_relay(tmp_path, run_id="r", env=dict(os.environ), post=ignore):
             monkeypatch.setattr(logs_module, "RELAY", ("/bin/sh", "-c", "sleep 0.1"))
-            os.kill(relay_pid_in(tmp_path), signal.SIGKILL)
+            os.kill(await relay_pid_in(tmp_path), signal.SIGKILL)
             await anyio.sleep(10)
 
     with pytest.raises(SiteError, match=r"5 times in a row.*log-relay\.log says why"):
@@ -304,7 +304,7 @@ async def test_a_relay_that_cannot_be_replaced_is_an_error_of_the_site(tmp_path,
     async def lose_the_relay():
         async with open_log_relay(tmp_path, run_id="r", env=dict(os.environ), post=ignore):
             monkeypatch.setattr(logs_module, "RELAY", ("/no/program",))
-            os.kill(relay_pid_in(tmp_path), signal.SIGKILL)
+            os.kill(await relay_pid_in(tmp_path), signal.SIGKILL)
             await anyio.sleep(10)
 
     with pytest.raises(SiteError, match="the log relay does not start"):
@@ -315,6 +315,7 @@ async def ignore(_event):
     """A listener that does not care."""
 
 
-def relay_pid_in(run_dir):
-    (pid,) = relays_of(run_dir)
+async def relay_pid_in(run_dir):
+    # For a moment after its start a process has no command line.
+    (pid,) = await until(lambda: relays_of(run_dir))
     return pid
