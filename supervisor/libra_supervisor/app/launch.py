@@ -27,7 +27,7 @@ from libra.planner.probe import SwitchPlan
 from libra.planner.report import PlanReport
 from libra.planner.search import plan as planned
 from libra.planner.train_layout import TrainLayout
-from libra.storage.atomic import atomic_write
+from libra.storage.atomic import write_record
 from libra.storage.checkpoints import list_complete_checkpoints
 from libra_supervisor.app.recall import remembered_plan
 from libra_supervisor.doctor.checks import LOOPBACK, check_site
@@ -170,7 +170,7 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
     )
     launch = _on_devices(launch, held=held_by_run(directory) if writes else NOTHING)
     if writes:
-        atomic_write(directory.given_config, request.config_path.read_bytes())
+        write_record(directory.given_config, request.config_path.read_bytes())
         write_plan(launch)
     return launch
 
@@ -333,9 +333,9 @@ def _newest_run(name: str) -> RunDirectory:
 def write_plan(launch: Launch) -> None:
     """Record what is going to run; the ranks read their configuration from here."""
     config, directory = launch.config, launch.directory
-    atomic_write(directory.resolved_config, dump_yaml(config).encode())
-    atomic_write(directory.resolved_config_json, dump_resolved(config))
+    write_record(directory.resolved_config, dump_yaml(config).encode())
+    write_record(directory.resolved_config_json, dump_resolved(config))
     plan_json = msgspec.json.format(msgspec.json.encode(launch.plan))
-    atomic_write(directory.plan, plan_json)
+    write_record(directory.plan, plan_json)
     if launch.book is not None:
-        atomic_write(directory.calibration, encode(launch.book))
+        write_record(directory.calibration, encode(launch.book))
