@@ -212,7 +212,7 @@ class PlanDesk:
 
     def why_not(self, wanted: Plan) -> str:
         """What keeps this run from any plan like `wanted`; empty when nothing does."""
-        if wanted.hybrids and self.hybrids is None:
+        if wanted.hybrids and self.hybrids is None and not self._writes_replicas_down:
             return f"this run cannot have hybrid replicas{self._what_forbids_replicas()}"
         if wanted.hybrids and wanted.train.dp < wanted.train.ep:
             return (
@@ -227,6 +227,13 @@ class PlanDesk:
             if problem not in known:
                 return f"{problem.path} {problem.what}"
         return ""
+
+    @property
+    def _writes_replicas_down(self) -> bool:
+        """Whether plans with replicas are looked at, though none is ever attached."""
+        has_lanes = self._config.global_resource_planner.decouple_communication_domains
+        is_possible = has_lanes and self._config.training.train_backend == "megatron_core"
+        return self.policy.is_plan_only and is_possible
 
     def _what_forbids_replicas(self) -> str:
         planner = self._config.global_resource_planner
