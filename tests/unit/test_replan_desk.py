@@ -543,3 +543,14 @@ async def test_an_order_may_use_what_every_node_has_and_no_other_node():
         plans.policy = replace(plans.policy, num_slots=9)
         room = made.desk._room(made.desk._question(is_asked=True))
         assert len(set(room.slots())) == 23
+
+
+async def test_without_lanes_the_way_back_of_replicas_is_said():
+    async with bench(decouple_communication_domains=False) as made:
+        reply = await made.desk.order(PlanOrder(hybrids=0), is_dry_run=True)
+        assert not reply.ok
+        assert "in force already; without lanes" in reply.message
+        assert "name a smaller one (train_gpus)" in reply.message
+    async with bench() as made:
+        reply = await made.desk.order(PlanOrder(hybrids=0), is_dry_run=True)
+        assert reply.message.endswith("in force already")
