@@ -66,6 +66,11 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             for slot in range(count)
         )
 
+    def as_if_made(self) -> "Policy":
+        """The same, making what it only writes down, of which nothing else would be left."""
+        changes_training = self.changes_training or self.is_plan_only
+        return msgspec.structs.replace(self, is_plan_only=False, changes_training=changes_training)
+
     def rules(self, wanted: Plan) -> Rules:
         return Rules(
             min_rollout_gpus=fewest_rollout_gpus(

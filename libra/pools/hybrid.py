@@ -17,6 +17,18 @@ from libra.errors import InvariantError
 from libra.ids import ReplicaId
 
 
+class BegunStep(msgspec.Struct, frozen=True):
+    """The frozen membership of a step."""
+
+    step: int
+    mini_batches: tuple[int, ...]
+    """Indices of those that have a token to train."""
+
+    epoch: int
+    members: tuple[ReplicaId, ...]
+    joiners: tuple[ReplicaId, ...]
+
+
 class HybridState(Enum):
     JOINING = "joining"
     """Its processes start, wait for a snapshot, or load it."""
@@ -57,6 +69,9 @@ class Hybrid(msgspec.Struct, frozen=True, kw_only=True):
 
     told: int = -1
     """The newest step that it has been told to take."""
+
+    missed: tuple[BegunStep, ...] = ()
+    """Begun since its snapshot, before it could be told to take them."""
 
     taken: int = -1
     """The newest step that it has said it took."""
@@ -134,18 +149,6 @@ News: TypeAlias = Joined | Lost | Left
 Commands: TypeAlias = tuple[Command | News, ...]
 
 
-class BegunStep(msgspec.Struct, frozen=True):
-    """The frozen membership of a step."""
-
-    step: int
-    mini_batches: tuple[int, ...]
-    """Indices of those that have a token to train."""
-
-    epoch: int
-    members: tuple[ReplicaId, ...]
-    joiners: tuple[ReplicaId, ...]
-
-
 class HybridPool:
     """All replicas of a run, by id; ids are never used twice."""
 
@@ -155,9 +158,6 @@ class HybridPool:
         self._hybrids: dict[ReplicaId, Hybrid] = {}
         self._epoch = 0
         self._last_members: tuple[ReplicaId, ...] = ()
-        self._begun: dict[int, BegunStep] = {}
-        """Steps that somebody may still have to follow."""
-
         self._saving: int | None = None
         self._is_training = False
 
@@ -259,8 +259,7 @@ class HybridPool:
         if hybrid.state is not HybridState.JOINING or hybrid.snapshot != step:
             return ()
         self._move(hybrid, HybridState.CATCHING_UP, since=now, taken=step)
-        missed = [begun for number, begun in sorted(self._begun.items()) if number > step]
-        return tuple(self._follow(replica_id, begun) for begun in missed)
+        return tuple(self._follow(replica_id, begun) for begun in hybrid.missed)
 
     def on_taken(self, replica_id: ReplicaId, step: int) -> None:
         """It took `step`, as joiner or as member."""
@@ -282,17 +281,17 @@ class HybridPool:
         self._is_training = True
         begun = BegunStep(step, mini_batches, self._epoch, members, joiners)
         if not members and not joiners:
-            self._begun.clear()
             return None, ()
-        self._begun[step] = begun
         for replica_id in members:
             self._set(msgspec.structs.replace(self._hybrids[replica_id], told=step))
+        for hybrid in [it for it in self._hybrids.values() if _is_loading(it)]:
+            self._set(msgspec.structs.replace(hybrid, missed=(*hybrid.missed, begun)))
         following = self.ids_in(HybridState.CATCHING_UP)
         news = [Joined(it.replica_id) for it in promoted]
         return begun, (*news, *(self._follow(replica_id, begun) for replica_id in following))
 
-    def on_trained(self, step: int, dropped: Mapping[ReplicaId, str]) -> Commands:
-        """The core took `step`; `dropped` are replicas whose contribution or weights were bad."""
+    def on_trained(self, dropped: Mapping[ReplicaId, str]) -> Commands:
+        """The core took a step; `dropped` are replicas whose contribution or weights were bad."""
         self._is_training = False
         result: list[Command | News] = []
         for replica_id, reason in dropped.items():
@@ -300,9 +299,6 @@ class HybridPool:
         for hybrid in list(self._hybrids.values()):
             if hybrid.state is HybridState.MEMBER and hybrid.reason:
                 result += self._end(hybrid, hybrid.reason)
-        oldest = min((it.told for it in self._hybrids.values() if _is_kept_for(it)), default=step)
-        for number in [it for it in self._begun if it <= oldest]:
-            del self._begun[number]
         return tuple(result)
 
     def on_lost(self, replica_id: ReplicaId, reason: str) -> Commands:
@@ -328,7 +324,6 @@ class HybridPool:
     def on_core_lost(self) -> Commands:
         """The core starts anew from a checkpoint: what replicas hold is of no use to it."""
         self._saving, self._is_training = None, False
-        self._begun.clear()
         result: list[Command | News] = []
         for replica_id in list(self._hybrids):
             result += self.on_lost(replica_id, "the core was lost")
@@ -365,7 +360,8 @@ class HybridPool:
             raise InvariantError(
                 f"{hybrid.replica_id} cannot go from {hybrid.state.value} to {state.value}"
             )
-        self._set(msgspec.structs.replace(hybrid, state=state, **changes))
+        # Nobody comes back to JOINING: what it missed there is told now or of no use.
+        self._set(msgspec.structs.replace(hybrid, state=state, missed=(), **changes))
 
     def _set(self, hybrid: Hybrid) -> None:
         self._hybrids[hybrid.replica_id] = hybrid
@@ -378,10 +374,13 @@ def _wants_snapshot(hybrid: Hybrid) -> bool:
     return hybrid.state is HybridState.JOINING and hybrid.is_ready and hybrid.snapshot is None
 
 
+def _is_loading(hybrid: Hybrid) -> bool:
+    return hybrid.state is HybridState.JOINING and hybrid.snapshot is not None
+
+
 def _is_kept_for(hybrid: Hybrid) -> bool:
     """Whether it needs the gradients of steps that it does not contribute to."""
-    is_on_its_way = hybrid.state in (HybridState.JOINING, HybridState.CATCHING_UP)
-    return is_on_its_way and hybrid.snapshot is not None
+    return _is_loading(hybrid) or hybrid.state is HybridState.CATCHING_UP
 
 
 def _has_caught_up(hybrid: Hybrid, step: int) -> bool:

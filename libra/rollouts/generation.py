@@ -5,7 +5,7 @@ from itertools import pairwise
 import msgspec
 
 from libra.errors import InvariantError
-from libra.ids import PromptId, RequestId
+from libra.ids import InstanceId, PromptId, RequestId
 from libra.rollouts.trajectory import Completion
 from libra.wire.instance import Sampling, VersionSpan
 
@@ -20,6 +20,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
+    avoided: frozenset[InstanceId] = frozenset()
+    """Had the request before and did not answer: they get it only when nobody else can serve."""
 
 
 def joined(first: Completion, rest: Completion) -> Completion:

@@ -1,6 +1,6 @@
 """Why a request would go where it would go: every candidate, its value, ages and filter."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -107,7 +107,12 @@ def views_in_order(
 
 
 def reason_in_words(
-    best: Slot | None, sticky: Slot | None, *, is_kept: bool, wait_reason: WaitReason
+    best: Slot | None,
+    sticky: Slot | None,
+    *,
+    is_kept: bool,
+    avoided: Collection[InstanceId],
+    wait_reason: WaitReason,
 ) -> str:
     """Say what decided."""
     if best is None:
@@ -117,4 +122,7 @@ def reason_in_words(
     if sticky is not None:
         away = f"{sticky.instance_id} has the prefix but is no candidate within the margin"
         return f"{best.instance_id} is the most preferred candidate; {away}"
+    if avoided and best.instance_id not in avoided:
+        others = ", ".join(sorted(avoided))
+        return f"{best.instance_id} is the most preferred candidate but for {others}"
     return f"{best.instance_id} is the most preferred candidate"

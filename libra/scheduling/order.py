@@ -5,9 +5,10 @@ older entries are known to be void. Filing and picking cost O(log n) in C whatev
 """
 
 import heapq
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
-from libra.ids import PolicyVersion
+from libra.ids import InstanceId, PolicyVersion
 
 if TYPE_CHECKING:
     from libra.scheduling.slot import Slot
@@ -72,6 +73,12 @@ class LoadOrder:
             heapq.heappop(heap)
         return None
 
+    def but(self, avoided: Collection[InstanceId]) -> Iterator[Entry]:
+        """Entries of the others, in no order; O(n)."""
+        for entry in self._heap:
+            if entry[4] == entry[5].stamp and entry[5].instance_id not in avoided:
+                yield entry
+
     def first_rank(self) -> tuple[bool, float, float] | None:
         """Return what `first` is compared by, to compare orders with each other."""
         return None if self.first() is None else self._heap[0][:3]
@@ -124,6 +131,19 @@ class VersionedOrder:
                 return None
             return only.first()
         return self._first_of_several(min_version)
+
+    def first_but(
+        self, avoided: Collection[InstanceId], min_version: PolicyVersion | None
+    ) -> "Slot | None":
+        """Find the most preferred candidate that is not `avoided`; one pass over the fleet."""
+        others = (
+            entry
+            for version, order in self._order_of.items()
+            if min_version is None or version >= min_version
+            for entry in order.but(avoided)
+        )
+        best = min(others, key=lambda entry: entry[:4], default=None)
+        return None if best is None else best[5]
 
     def _first_of_several(self, min_version: PolicyVersion | None) -> "Slot | None":
         best, best_rank = None, None

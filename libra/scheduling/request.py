@@ -50,6 +50,10 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     min_version: PolicyVersion | None = None
     """Oldest policy version that may answer; None takes the fleet's floor."""
 
+    avoided: frozenset[InstanceId] = frozenset()
+    """Taken only when there is no other candidate: they did not answer this in time. A request that
+    avoids any goes wherever there is room, not where its prompt is."""
+
     deadline_at: float | None = None
     """No place is given from this moment on; None means now + queue_deadline_s."""
 

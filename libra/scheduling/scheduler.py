@@ -274,7 +274,7 @@ class Scheduler:
 
     def explain(self, request: RouteRequest, now: float) -> Explanation:
         """Where `request` would go at `now`, and why. Changes nothing; one pass over the fleet."""
-        best = self._standing.order.first(request.min_version)
+        best = self._best_for(request)
         num_tokens = self._expected.request_tokens(request)
         sticky = self._sticky(request)
         is_sticky = (
@@ -284,7 +284,11 @@ class Scheduler:
         )
         choice = sticky if is_sticky else best
         reason = reason_in_words(
-            best, sticky, is_kept=is_sticky, wait_reason=self._standing.wait_reason()
+            best,
+            sticky,
+            is_kept=is_sticky,
+            avoided=request.avoided,
+            wait_reason=self._standing.wait_reason(),
         )
         return Explanation(
             choice=None if choice is None else choice.instance_id,
@@ -307,12 +311,12 @@ class Scheduler:
     def _place(self, request: RouteRequest, now: float) -> Routed | None:
         if self._explained is not None:
             self._explained(request, self.explain(request, now))
-        best = self._standing.order.first(request.min_version)
+        best = self._best_for(request)
         if best is None:
             return None
         num_tokens = self._expected.request_tokens(request)
         affinity, prompt_id = self._affinity, request.prompt_id
-        if affinity is not None and prompt_id is not None:
+        if affinity is not None and prompt_id is not None and not request.avoided:
             best = affinity.choose(
                 prompt_id, best, num_tokens=num_tokens, min_version=request.min_version
             )
@@ -324,8 +328,16 @@ class Scheduler:
             self._standing.refresh(best, now)
         return Routed(best.instance_id, reservation)
 
+    def _best_for(self, request: RouteRequest) -> Slot | None:
+        """The most preferred candidate; one that the request avoids if there is no other."""
+        order = self._standing.order
+        best = order.first(request.min_version)
+        if best is None or best.instance_id not in request.avoided:
+            return best
+        return order.first_but(request.avoided, request.min_version) or best
+
     def _sticky(self, request: RouteRequest) -> Slot | None:
-        if self._affinity is None or request.prompt_id is None:
+        if self._affinity is None or request.prompt_id is None or request.avoided:
             return None
         return self._affinity.peek(request.prompt_id)
 

@@ -6,6 +6,8 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from libra.errors import SiteError
+
 PARTIAL_SUFFIX = ".partial"
 DISCARDED_SUFFIX = ".discarded"
 
@@ -42,6 +44,17 @@ def atomic_write(path: Path, content: bytes, *, mode: int = 0o644) -> None:
         partial.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def write_record(path: Path, content: bytes) -> None:
+    """`atomic_write` of what a run does not go on without.
+
+    Raises SiteError with what the disk said; what was there before is still there then.
+    """
+    try:
+        atomic_write(path, content)
+    except OSError as error:
+        raise SiteError(f"cannot write {path}: {error.strerror}") from error
 
 
 def partial_sibling(path: Path, writer: str = "") -> Path:

@@ -13,9 +13,9 @@ from typing import Any, Final
 import msgspec
 
 from libra import clock
-from libra.errors import DataError, SiteError
+from libra.errors import DataError
 from libra.ids import ChildId, Incarnation, RunId
-from libra.storage.atomic import atomic_write
+from libra.storage.atomic import write_record
 
 SCHEMA_VERSION: Final = 1
 RUN_ID_NAME: Final = "run_id"
@@ -66,10 +66,7 @@ class StateFile:
 
         Raises SiteError when the disk refuses; the old state is still there then.
         """
-        try:
-            atomic_write(self._path, msgspec.json.format(msgspec.json.encode(state), indent=1))
-        except OSError as error:
-            raise SiteError(f"cannot write {self._path}: {error.strerror}") from error
+        write_record(self._path, msgspec.json.format(msgspec.json.encode(state), indent=1))
 
     def load(self) -> SupervisorState | None:
         """The last saved state, None when there is none.

@@ -3,7 +3,7 @@
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -212,6 +212,18 @@ def last_holder(directory: RunDirectory) -> Holder | None:
         return msgspec.json.decode((directory.root / LOCK_NAME).read_bytes(), type=Holder)
     except (OSError, msgspec.DecodeError):
         return None
+
+
+def held_by(pid: int) -> RunDirectory | None:
+    """The run directory that the process holds; None when it is no supervisor that can be seen."""
+    try:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                if (path := entry.readlink()).name == LOCK_NAME:
+                    return RunDirectory(path.parent)
+    except OSError:
+        return None
+    return None
 
 
 def _make(root: Path) -> bool:

@@ -180,7 +180,7 @@ class Pools(RuleBasedStateMachine):
         if taking:
             chosen = data.draw(st.lists(st.sampled_from(taking), unique=True, max_size=2))
             dropped = dict.fromkeys(chosen, "bad")
-        self.obey(self.pool.on_trained(number, dropped))
+        self.obey(self.pool.on_trained(dropped))
         for replica_id in dropped:
             assert self.pool[replica_id].state in (HybridState.LEAVING, HybridState.GONE)
 
@@ -267,6 +267,14 @@ class Pools(RuleBasedStateMachine):
                 assert (ends[0] is Left) == (hybrid.reason == "asked to leave")
 
     @invariant()
+    def a_replica_keeps_what_was_begun_while_it_loads_its_snapshot_and_nothing_else(self):
+        newest = self.training or self.step
+        for hybrid in self.pool.hybrids:
+            is_loading = hybrid.state is HybridState.JOINING and hybrid.snapshot is not None
+            wanted = range(hybrid.snapshot + 1, newest + 1) if is_loading else ()
+            assert [begun.step for begun in hybrid.missed] == list(wanted)
+
+    @invariant()
     def a_member_has_been_given_every_step(self):
         for replica_id in self.pool.ids_in(HybridState.MEMBER):
             replica = self.replicas[replica_id]
@@ -306,7 +314,7 @@ def test_the_epoch_changes_with_the_membership_and_only_then():
         epochs.append(begun.epoch)
         pool.on_taken(name, step)
         dropped = {name: "its norm"} if step == 6 else {}
-        pool.on_trained(step, dropped)
+        pool.on_trained(dropped)
         if step == 6:
             break
     pool.on_attach(ReplicaId("hybrid-1"))
@@ -322,12 +330,12 @@ def test_another_member_in_the_place_of_one_is_another_epoch():
     pool.on_attach(other)
     pool.on_ready(other, now=1.0)
     pool.on_step_begins(5, (0,))
-    pool.on_trained(5, {})
+    pool.on_trained({})
     pool.on_boundary(step=5, is_saving=False)
     pool.on_saved(5)
     before, _ = pool.on_step_begins(6, (0,))
     pool.on_joined(other, 5, now=2.0)
-    pool.on_trained(6, {})
+    pool.on_trained({})
     pool.on_detach(name)
     after, _ = pool.on_step_begins(7, (0,))
     assert (before.members, after.members) == ((name,), (other,))
@@ -363,12 +371,15 @@ def test_a_step_that_a_joiner_missed_is_followed_once_it_is_there():
     for step in (2, 3):
         begun, commands = pool.on_step_begins(step, (0, 1))
         assert (begun.members, begun.joiners, commands) == ((), (name,), ())
-        pool.on_trained(step, {})
+        pool.on_trained({})
     assert pool.on_saved(1) == (Join(name, 1),)
     follows = pool.on_joined(name, 1, now=1.0)
     assert follows == (Follow(name, 2, (0, 1), 0), Follow(name, 3, (0, 1), 0))
+    assert pool[name].missed == ()
     assert pool.on_step_begins(4, (0,))[0].members == ()
-    pool.on_trained(4, {})
+    # It was told of that one at once.
+    assert (pool[name].told, pool[name].missed) == (4, ())
+    pool.on_trained({})
     pool.on_taken(name, 2)
     pool.on_taken(name, 3)
     assert pool.on_step_begins(5, (0,))[0].members == (name,)
@@ -378,7 +389,7 @@ def test_a_member_asked_to_leave_in_a_step_ends_that_step():
     pool, name = pool_with_member()
     pool.on_step_begins(5, (0,))
     assert pool.on_detach(name) == ()
-    (stop,) = pool.on_trained(5, {})
+    (stop,) = pool.on_trained({})
     assert isinstance(stop, StopReplica)
     assert pool.on_down(name, "exit 0") == (Left(name),)
     assert pool.on_step_begins(6, (0,)) == (None, ())

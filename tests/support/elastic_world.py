@@ -58,6 +58,7 @@ def elastic(*, total_steps=6, method="inplace", **options) -> SleepyWorld:
     config = RunConfig(
         model=ModelConfig(model_path="m"),
         training=TrainingConfig(batch_size=4, micro_batch_size=1),
+        global_resource_planner=planner,
     )
     replicas = Replicas()
     desk = PlanDesk(plan_of(IDS), policy_of(planner, num_slots=6), config=config, hybrids=replicas)

@@ -6,7 +6,7 @@ import anyio
 
 from libra import clock
 from libra.errors import PeerError
-from libra.ids import GroupId
+from libra.ids import GroupId, InstanceId
 from libra.rewards.coercion import RewardFailed
 from trajectories import completion
 
@@ -28,6 +28,9 @@ class FakeFleet:
             return await self._behave(request, progressed)
         finally:
             self.num_running -= 1
+
+    def place_of(self, _request_id):
+        return InstanceId("vllm-0")
 
     def attempts_of(self, group_id: GroupId) -> int:
         return sum(r.request_id.startswith(f"{group_id}/") for r in self.requests)

@@ -61,6 +61,11 @@ def request(
     )
 
 
+def avoiding(asked: RouteRequest, *names: str) -> RouteRequest:
+    """The same request, which these instances did not answer before."""
+    return msgspec.structs.replace(asked, avoided=frozenset(map(InstanceId, names)))
+
+
 def place(scheduler: Scheduler, now: float = 0.0, **what: object) -> Reservation:
     """Route one request that must find a place at once."""
     decision = scheduler.route(request(**what), now)

@@ -1,3 +1,4 @@
+import os
 import socket
 
 from hypothesis import given
@@ -16,7 +17,9 @@ from libra_supervisor.doctor.findings import (
     disk_finding,
     host_memory_bytes,
     memory_finding,
+    runs_in_the_way,
 )
+from libra_supervisor.run_directory import RunDirectory, held
 
 TINY = HostDemand(
     num_parameters=427_136,
@@ -75,6 +78,20 @@ def test_a_port_in_use_names_its_key_and_a_free_one_passes():
         assert not finding.ok
         assert f"rollout_port_base: 127.0.0.1:{port} is in use" in finding.detail
     assert probes.port_finding("127.0.0.1", port, "rollout_port_base").ok
+
+
+def test_a_port_that_a_run_of_this_user_has_is_told_with_the_run(tmp_path):
+    with held(RunDirectory(tmp_path)), socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        finding = probes.port_finding("127.0.0.1", port, "api_port")
+    by = f"the supervisor of {tmp_path} (pid {os.getpid()})"
+    assert (finding.ok, finding.is_in_use_by_a_run) == (False, True)
+    assert finding.detail == f"api_port: 127.0.0.1:{port} is in use by {by}"
+    assert finding.advice == "stop that run or change api_port"
+    assert runs_in_the_way([finding]) == (finding.detail,)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        finding = probes.port_finding("127.0.0.1", taken.getsockname()[1], "api_port")
+    assert runs_in_the_way([finding]) == ()
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):

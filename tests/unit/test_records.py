@@ -12,6 +12,7 @@ from libra.ids import InstanceId, PolicyVersion, PromptId
 from libra.planner.plan import configured_plan
 from libra.rollouts.evaluation import Evaluation, EvaluationTerms
 from libra.rollouts.group import AdmittedGroup, CompleteGroup, PromptRef
+from libra.storage.atomic import partial_sibling
 from libra_supervisor.cli.run import said
 from libra_supervisor.loop.moment import Moment
 from libra_supervisor.loop.step_book import StepBook
@@ -145,9 +146,7 @@ def test_trajectories_and_metrics_of_a_step_are_lines_that_programs_can_read(tmp
     assert written[0]["oldest_version"] == 4
 
 
-def test_an_evaluation_is_a_line_and_a_file_of_its_trajectories(tmp_path):
-    directory = RunDirectory(tmp_path)
-    directory.create()
+def evaluated():
     terms = EvaluationTerms(
         rows=(0, 1), num_samples=1, max_concurrent=4, max_attempts=1, pass_reward=1.0
     )
@@ -161,10 +160,17 @@ def test_an_evaluation_is_a_line_and_a_file_of_its_trajectories(tmp_path):
         eval_s=0.5,
         summary=evaluation.summary(),
     )
-    RecordsWriter(directory).write_evaluation(record, evaluation.trajectories)
+    return record, evaluation.trajectories
+
+
+def test_an_evaluation_is_a_line_and_a_file_of_its_trajectories(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.create()
+    record, trajectories = evaluated()
+    RecordsWriter(directory).write_evaluation(record, trajectories)
     newer = msgspec.structs.replace(record, policy_version=PolicyVersion(6))
     (line,) = directory.evaluations.read_text().splitlines()
-    RecordsWriter(directory).write_evaluation(newer, evaluation.trajectories)
+    RecordsWriter(directory).write_evaluation(newer, trajectories)
     assert last_evaluation(directory.evaluations) == newer
     assert said(newer) == (
         "v6: avg@1 0.5000, pass@1 0.5000\n"
@@ -201,6 +207,24 @@ def test_a_full_disk_is_the_machines_fault_and_says_which_file(tmp_path):
     (tmp_path / "reconfigurations.jsonl").symlink_to("/dev/full")
     with pytest.raises(SiteError, match=r"reconfigurations\.jsonl cannot be written: No space"):
         append_line(tmp_path / "reconfigurations.jsonl", b"{}")
+
+
+def test_so_it_is_for_the_trajectories_that_a_record_needs(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.create()
+    (closed,), (record, trajectories) = closed_step(StepBook()), evaluated()
+    step, evaluation = directory.trajectories_of(6), directory.evaluated_of(4)
+    for path in (step, evaluation):
+        # Where the file grows before it is renamed.
+        partial_sibling(path).symlink_to("/dev/full")
+    writer = RecordsWriter(directory)
+    with pytest.raises(SiteError, match=rf"cannot write {step}: No space left on device"):
+        writer.write_step(closed.record, closed.groups)
+    with pytest.raises(SiteError, match=rf"cannot write {evaluation}: No space left on device"):
+        writer.write_evaluation(record, trajectories)
+    # No line promises what is not there.
+    assert not directory.metrics.exists()
+    assert not directory.evaluations.exists()
 
 
 def test_a_line_that_the_disk_takes_in_pieces_is_whole(tmp_path, monkeypatch):

@@ -171,11 +171,11 @@ def anyio_backend():
 pytestmark = pytest.mark.anyio
 
 
-async def until_wanted(made):
+async def until_wanted(made, load=WRITES):
     """Steps of a load that the plan was not made for, until another plan is wanted."""
     with anyio.fail_after(60):
         while not made.posted:
-            made.end_step(WRITES)
+            made.end_step(load)
             await clock.sleep(0.05)
     return made.posted[0][0]
 
@@ -321,6 +321,26 @@ async def test_a_change_that_is_only_written_down_is_wanted_once_so_that_its_way
             made.end_step(WRITES)
         await settled(made, num_written + 1)
         assert len(made.posted) == 1
+
+
+async def test_alone_it_writes_down_what_would_be_made_of_training():
+    alone = {"runtime_reconfigure_training": False, "runtime_cluster_swap_enabled": False}
+    async with bench(
+        planned_for=WRITES,
+        instances_of_one=True,
+        arch=MEASURED_1_8B,
+        runtime_training_pool_plan_only=True,
+        **alone,
+    ) as made:
+        wanted = await until_wanted(made, load=READS)
+        looked = made.written[-1]
+        assert (looked.verdict, looked.is_dry_run) == ("keep", False)
+        assert "only written down, since runtime_training_pool_plan_only is true" in looked.reason
+        assert looked.numbers["recorded_earned_s"] > looked.numbers["recorded_price_s"]
+        assert wanted.plan.hybrids
+        plan, refused = made.control.plans.judged(made.control.pool, wanted.plan)
+        assert refused.reason == "runtime_training_pool_plan_only: written down, not made"
+        assert f"attach {plan.hybrids[0].replica_id}" in " ".join(refused.transitions)
 
 
 async def test_what_the_changing_part_would_refuse_is_no_candidate():
@@ -523,3 +543,14 @@ async def test_an_order_may_use_what_every_node_has_and_no_other_node():
         plans.policy = replace(plans.policy, num_slots=9)
         room = made.desk._room(made.desk._question(is_asked=True))
         assert len(set(room.slots())) == 23
+
+
+async def test_without_lanes_the_way_back_of_replicas_is_said():
+    async with bench(decouple_communication_domains=False) as made:
+        reply = await made.desk.order(PlanOrder(hybrids=0), is_dry_run=True)
+        assert not reply.ok
+        assert "in force already; without lanes" in reply.message
+        assert "name a smaller one (train_gpus)" in reply.message
+    async with bench() as made:
+        reply = await made.desk.order(PlanOrder(hybrids=0), is_dry_run=True)
+        assert reply.message.endswith("in force already")

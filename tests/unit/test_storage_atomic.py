@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from libra.errors import SiteError
 from libra.storage.atomic import (
     atomic_write,
     discard_directory,
@@ -10,6 +11,7 @@ from libra.storage.atomic import (
     partial_sibling,
     publish_directory,
     sweep_unfinished,
+    write_record,
 )
 
 
@@ -29,6 +31,15 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
         atomic_write(path, "text")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_record_that_a_full_disk_refuses_is_the_machines_fault_and_the_old_one_stays(tmp_path):
+    path = tmp_path / "plan.json"
+    write_record(path, b"old")
+    partial_sibling(path).symlink_to("/dev/full")
+    with pytest.raises(SiteError, match=rf"cannot write {path}: No space left on device"):
+        write_record(path, b"new")
+    assert path.read_bytes() == b"old"
 
 
 def test_a_directory_appears_with_all_its_files(tmp_path):

@@ -31,8 +31,13 @@ def minima_fit(config: RunConfig) -> Iterator[Problem]:
             )
         return
     yield from _at_most("min_train_gpus", planner.min_train_gpus, "train_gpus", train)
-    if planner.runtime_manage_rollout_processes:
-        yield from _at_most("min_rollout_gpus", planner.min_rollout_gpus, "rollout_gpus", rollout)
+    limit_name = "rollout_gpus"
+    if not planner.runtime_manage_rollout_processes:
+        endpoints = config.heterogeneous_rollout.endpoints
+        if not endpoints:
+            return  # which is said by itself
+        limit_name, rollout = "heterogeneous_rollout.endpoints", sum(it.tp for it in endpoints)
+    yield from _at_most("min_rollout_gpus", planner.min_rollout_gpus, limit_name, rollout)
 
 
 def granularity_fits(config: RunConfig) -> Iterator[Problem]:
@@ -66,19 +71,50 @@ def replica_size(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def replicas_have_room(config: RunConfig) -> Iterator[Problem]:
+def minimum_beside_replicas_fits(config: RunConfig) -> Iterator[Problem]:
     """Check that what rollout keeps beside replicas is not more than it can ever have."""
     planner = config.global_resource_planner
     if not planner.runtime_reconfigure_training:
         return
+    kept, (total, words) = planner.elastic_hybrid_min_rollout_gpus, _gpus_there(config)
+    most = total - planner.min_train_gpus
+    if kept > max(most, 1):
+        yield Problem(
+            path=f"{PLANNER}.elastic_hybrid_min_rollout_gpus",
+            what=f"{kept} is more than rollout can ever have, {most}: {words} is {total}, "
+            f"min_train_gpus {planner.min_train_gpus}",
+            hint=f"nearest: {most}",
+            related=("train_gpus", "rollout_gpus", f"{PLANNER}.min_train_gpus"),
+        )
+
+
+def _gpus_there(config: RunConfig) -> tuple[int, str]:
+    """What plans can use, with those that only an order may name, and in words what that is."""
+    total, hardware = config.training.train_gpus + config.rollout.rollout_gpus, config.hardware
+    there = 0 if hardware is None else hardware.nodes * hardware.gpus_per_node
+    if there > total:
+        return there, "hardware.nodes x hardware.gpus_per_node"
+    return total, "train_gpus + rollout_gpus"
+
+
+def replicas_have_room(config: RunConfig) -> Iterator[Problem]:
+    """Warn where the minima are kept and the planner finds nothing to lend."""
+    planner = config.global_resource_planner
+    if not planner.runtime_reconfigure_training or not planner.elastic_hybrid_min_rollout_gpus:
+        return
     total = config.training.train_gpus + config.rollout.rollout_gpus
-    kept, most = planner.elastic_hybrid_min_rollout_gpus, total - planner.min_train_gpus
-    if kept >= most:
+    kept = max(planner.elastic_hybrid_min_rollout_gpus, planner.min_rollout_gpus)
+    if kept >= total - planner.min_train_gpus:
         yield Problem(
             path=f"{PLANNER}.elastic_hybrid_min_rollout_gpus",
             what=f"of {total} GPUs {kept} for rollout and min_train_gpus "
             f"{planner.min_train_gpus} leave none to a hybrid replica",
-            related=("train_gpus", "rollout_gpus", f"{PLANNER}.min_train_gpus"),
+            related=(
+                "train_gpus",
+                "rollout_gpus",
+                f"{PLANNER}.min_train_gpus",
+                f"{PLANNER}.min_rollout_gpus",
+            ),
         )
 
 
@@ -240,6 +276,7 @@ RULES = (
     minima_fit,
     granularity_fits,
     replica_size,
+    minimum_beside_replicas_fits,
     last_server_may_be_lent,
     expert_candidates,
     master_switch,

@@ -27,7 +27,7 @@ from libra.planner.probe import SwitchPlan
 from libra.planner.report import PlanReport
 from libra.planner.search import plan as planned
 from libra.planner.train_layout import TrainLayout
-from libra.storage.atomic import atomic_write
+from libra.storage.atomic import write_record
 from libra.storage.checkpoints import list_complete_checkpoints
 from libra_supervisor.app.recall import remembered_plan
 from libra_supervisor.doctor.checks import LOOPBACK, check_site
@@ -37,14 +37,14 @@ from libra_supervisor.doctor.devices import (
     slot_cores,
     slot_devices,
 )
-from libra_supervisor.doctor.findings import refusals
+from libra_supervisor.doctor.findings import refusals, runs_in_the_way
 from libra_supervisor.doctor.held import NOTHING, Held, held_by_run
 from libra_supervisor.doctor.probes import port_finding
 from libra_supervisor.loop.plan_memory import PlanMemory
 from libra_supervisor.nodes.site import Site
 from libra_supervisor.nodes.transport import leader_tls
 from libra_supervisor.records.calibration import CalibrationStore, known_book, store_of
-from libra_supervisor.run_directory import RunDirectory
+from libra_supervisor.run_directory import RunDirectory, holder_of
 
 RUNS = Path("runs")
 
@@ -97,6 +97,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     memory: PlanMemory | None = None
     """What an earlier supervisor left about the plan, which may change while the run goes on."""
 
+    in_the_way: tuple[str, ...] = ()
+    """Of a dry run: what other runs of this user have that this one would need."""
+
 
 def choose_directory(request: RunRequest) -> RunDirectory:
     """The directory asked for; else a new one, or on --resume the newest of this configuration.
@@ -122,6 +125,7 @@ def choose_directory(request: RunRequest) -> RunDirectory:
 def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> Launch:
     """Check the machine and plan; with `writes`, into a directory that is held, record both.
 
+    Without, the run is not about to start: what other runs of this user have is no hindrance.
     Raises ConfigError, InfeasiblePlanError or SiteError; nothing has been started then.
     """
     config = request.loaded.config
@@ -168,9 +172,9 @@ def prepare(request: RunRequest, directory: RunDirectory, *, writes: bool) -> La
         node_token=request.node_token,
         memory=memory,
     )
-    launch = _on_devices(launch, held=held_by_run(directory) if writes else NOTHING)
+    launch = _on_devices(launch, held=held_by_run(directory), is_trial=not writes)
     if writes:
-        atomic_write(directory.given_config, request.config_path.read_bytes())
+        write_record(directory.given_config, request.config_path.read_bytes())
         write_plan(launch)
     return launch
 
@@ -264,10 +268,11 @@ def replanned(launch: Launch, switch: SwitchPlan) -> Launch:
     return changed
 
 
-def _on_devices(launch: Launch, *, held: Held) -> Launch:
+def _on_devices(launch: Launch, *, held: Held, is_trial: bool = False) -> Launch:
     """The launch with a device for each slot of its plan, which can be run here.
 
-    `held` is what an earlier supervisor's processes of this run hold.
+    `held` is what an earlier supervisor's processes of this run hold. A trial goes on where only
+    other runs of this user are in the way.
     """
     beyond = check_availability(launch.config, launch.loaded.environment)
     if beyond:
@@ -280,10 +285,16 @@ def _on_devices(launch: Launch, *, held: Held) -> Launch:
     findings = check_site(launch.config, plan, launch.device, root, host=host, held=held)
     if site is not None:
         findings.append(port_finding(host, site.port, "the port for other nodes (node_port)"))
+    in_the_way: tuple[str, ...] = ()
+    if is_trial:
+        holder = holder_of(launch.directory)
+        here = () if holder is None else (f"{root} is in use by {holder}",)
+        in_the_way = (*here, *runs_in_the_way(findings))
+        findings = [it for it in findings if not it.is_in_use_by_a_run]
     if failed := refusals(findings):
         raise SiteError("\n".join(failed))
     cores = slot_cores(launch.device, devices)
-    return msgspec.structs.replace(launch, devices=devices, cores=cores)
+    return msgspec.structs.replace(launch, devices=devices, cores=cores, in_the_way=in_the_way)
 
 
 def num_slots_of(launch: Launch) -> int:
@@ -333,9 +344,9 @@ def _newest_run(name: str) -> RunDirectory:
 def write_plan(launch: Launch) -> None:
     """Record what is going to run; the ranks read their configuration from here."""
     config, directory = launch.config, launch.directory
-    atomic_write(directory.resolved_config, dump_yaml(config).encode())
-    atomic_write(directory.resolved_config_json, dump_resolved(config))
+    write_record(directory.resolved_config, dump_yaml(config).encode())
+    write_record(directory.resolved_config_json, dump_resolved(config))
     plan_json = msgspec.json.format(msgspec.json.encode(launch.plan))
-    atomic_write(directory.plan, plan_json)
+    write_record(directory.plan, plan_json)
     if launch.book is not None:
-        atomic_write(directory.calibration, encode(launch.book))
+        write_record(directory.calibration, encode(launch.book))

@@ -9,9 +9,9 @@ import anyio.to_thread
 import msgspec
 
 from libra import clock
-from libra.errors import DataError, InvariantError, SiteError
+from libra.errors import DataError, InvariantError
 from libra.ids import ChildId, InstanceId, RunId
-from libra.storage.atomic import atomic_write
+from libra.storage.atomic import write_record
 from libra_supervisor.events import (
     ChildExited,
     ChildReady,
@@ -183,7 +183,4 @@ def recorded_run_id(directory: RunDirectory) -> RunId | None:
 
 def record_run_id(directory: RunDirectory, run_id: RunId) -> None:
     """Write it down for later supervisors. Raises SiteError when the disk refuses."""
-    try:
-        atomic_write(directory.run_id, f"{run_id}\n".encode())
-    except OSError as error:
-        raise SiteError(f"cannot write {directory.run_id}: {error.strerror}") from error
+    write_record(directory.run_id, f"{run_id}\n".encode())

@@ -282,7 +282,7 @@ class ReplanDesk:
         plans, pool = control.plans, control.pool
         plan, ground = plans.plan, plans.ground_in_force(pool)
         # What is only written down has to be possible all the same.
-        policy = msgspec.structs.replace(plans.policy, is_plan_only=False)
+        policy = plans.policy.as_if_made()
 
         def why_not(wanted: Plan) -> str:
             if not policy.is_enabled:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from libra import clock
-from libra.ids import GroupId, Incarnation, InstanceId, PolicyVersion
+from libra.ids import GroupId, Incarnation, InstanceId, PolicyVersion, RequestId
 from libra.rollouts.generation import GenerationRequest
 from libra.rollouts.trajectory import Completion
 from libra.scheduling.explanation import Explanation
@@ -142,6 +142,7 @@ class EngineRouter:
             prompt_id=request.prompt_id,
             category=OWN_CATEGORY,
             min_version=self._wanted(),
+            avoided=request.avoided,
         )
 
         async def ask(placement: Placement) -> Completion:
@@ -156,3 +157,6 @@ class EngineRouter:
             return completion
 
         return await self._room.serve(wanted, ask)
+
+    def place_of(self, request_id: RequestId) -> InstanceId | None:
+        return self._room.place_of(request_id)

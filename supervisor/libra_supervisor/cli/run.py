@@ -119,6 +119,8 @@ def _run(  # noqa: PLR0915 - the steps of a start, in their order
     if options.dry_run:
         launch = prepare(request, directory, writes=False)
         _opened(launch)
+        for found in launch.in_the_way:
+            sys.stderr.write(f"warning: {found}; this run can start when that has ended\n")
         sys.stdout.write(
             f"{directory.root}\n{plan_in_words(launch.plan)}\n{places_in_words(launch.plan)}"
         )

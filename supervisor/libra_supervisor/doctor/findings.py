@@ -26,6 +26,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     advice: str = ""
     """What to do; empty when ok."""
 
+    is_in_use_by_a_run: bool = False
+    """Not ok only for as long as another run of this user goes on."""
+
 
 class HostDemand(msgspec.Struct, frozen=True, kw_only=True):
     """What a run puts on one CPU-only host."""
@@ -87,6 +90,11 @@ def devices_finding(*, num_slots: int, devices: tuple[str, ...]) -> Finding:
         f"({', '.join(devices) or 'none'})",
         advice="" if ok else "see CUDA_VISIBLE_DEVICES and hardware.gpus_per_node",
     )
+
+
+def runs_in_the_way(findings: Sequence[Finding]) -> tuple[str, ...]:
+    """What runs of this user have that a run would need; it is free when they have ended."""
+    return tuple(it.detail for it in findings if it.is_in_use_by_a_run)
 
 
 def refusals(findings: Sequence[Finding]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import psutil
 from libra.errors import SiteError
 from libra.rewards.loading import require_for
 from libra_supervisor.doctor.findings import Finding
+from libra_supervisor.doctor.held import run_on_port
 
 PACKAGES = {
     "torch": "torch (a CPU or CUDA build)",
@@ -67,12 +68,16 @@ def port_finding(host: str, port: int, key: str) -> Finding:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        why = "is in use" if error.errno == errno.EADDRINUSE else f"fails: {error.strerror}"
+        is_taken = error.errno == errno.EADDRINUSE
+        why = "is in use" if is_taken else f"fails: {error.strerror}"
+        run = run_on_port(port) if is_taken else ""
+        advice = f"end what listens there (ss -ltnp 'sport = :{port}') or change {key}"
         return Finding(
             check=f"port {port}",
             ok=False,
-            detail=f"{key}: {host}:{port} {why}",
-            advice=f"end what listens there (ss -ltnp 'sport = :{port}') or change {key}",
+            detail=f"{key}: {host}:{port} {why}{f' by {run}' if run else ''}",
+            advice=f"stop that run or change {key}" if run else advice,
+            is_in_use_by_a_run=bool(run),
         )
     return Finding(check=f"port {port}", ok=True, detail=f"{key}: {host}:{port} is free")
 

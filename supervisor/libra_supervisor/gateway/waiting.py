@@ -141,6 +141,10 @@ class WaitingRoom:
         """Where every request of `serve` is; None: it waits for a place."""
         return dict(self._place_of)
 
+    def place_of(self, request_id: RequestId) -> InstanceId | None:
+        """Where a request of `serve` is; None: it waits for a place, or is over."""
+        return self._place_of.get(request_id)
+
     def give_back(self, instance_id: InstanceId) -> int:
         """Take back what `serve` has placed there, to be placed anew; returns how many those are.
 

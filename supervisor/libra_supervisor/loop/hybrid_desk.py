@@ -163,7 +163,7 @@ class HybridDesk:
         return begun, self._carried_out(ordered)
 
     def on_trained(self, said: StepTrained) -> Done:
-        return self._carried_out(self.pool.on_trained(said.step, said.dropped))
+        return self._carried_out(self.pool.on_trained(said.dropped))
 
     def on_boundary(self, step: int, *, is_saving: bool) -> Done:
         """The core holds v(step) and does not train: lanes are opened, a snapshot taken."""

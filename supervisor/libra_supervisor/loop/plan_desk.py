@@ -151,8 +151,11 @@ class PlanDesk:
 
     def as_carried_out(self, wanted: Plan) -> Plan:
         """`wanted`, its replicas in the core where they have no lanes of their own."""
-        has_lanes = self._config.global_resource_planner.decouple_communication_domains
-        return wanted if has_lanes or not wanted.hybrids else with_hybrids_in_core(wanted)
+        return wanted if self._has_lanes or not wanted.hybrids else with_hybrids_in_core(wanted)
+
+    @property
+    def _has_lanes(self) -> bool:
+        return self._config.global_resource_planner.decouple_communication_domains
 
     def match(self, wanted: Plan) -> Plan:
         """`wanted` in terms of the plan in force; its new ids are used up."""
@@ -182,18 +185,21 @@ class PlanDesk:
         """The plan in force with the servers of before the loan, matched; None without a loan.
 
         Replicas on their slots leave. Where the core has taken slots of them it gives them back.
-        None too while all that could come back are on nodes that are away.
+        Those whose slots cannot be had any more stay out if that leaves enough. None too while all
+        that could come back are on nodes that are away.
         """
         if self.lent_from is None:
             return None
-        core = core_slots(self.plan.train)
-        taken = core | self.presence.slots_missing(self.policy.slots)
-        free = tuple(it for it in self.lent_from.instances if not server_slots(it) & taken)
+        core, least = core_slots(self.plan.train), self.policy.min_rollout_gpus
+        there = tuple(it for it in self.lent_from.instances if not server_slots(it) & self.unusable)
+        free = tuple(it for it in there if not server_slots(it) & core)
         wanted = self.lent_from
-        if sum(it.tp for it in free) >= self.policy.min_rollout_gpus:
+        if sum(it.tp for it in free) >= least:
             serving = {slot for it in free for slot in server_slots(it)}
             kept = tuple(it for it in self.plan.hybrids if not hybrid_slots(it) & serving)
             wanted = msgspec.structs.replace(self.plan, instances=free, hybrids=kept)
+        elif sum(it.tp for it in there) >= least:
+            wanted = msgspec.structs.replace(self.lent_from, instances=there)
         return None if self.presence.missed_by(wanted) else self.match(wanted)
 
     def renamed(self, plan: Plan) -> Plan:
@@ -212,7 +218,7 @@ class PlanDesk:
 
     def why_not(self, wanted: Plan) -> str:
         """What keeps this run from any plan like `wanted`; empty when nothing does."""
-        if wanted.hybrids and self.hybrids is None:
+        if wanted.hybrids and self.hybrids is None and not self._writes_replicas_down:
             return f"this run cannot have hybrid replicas{self._what_forbids_replicas()}"
         if wanted.hybrids and wanted.train.dp < wanted.train.ep:
             return (
@@ -227,6 +233,12 @@ class PlanDesk:
             if problem not in known:
                 return f"{problem.path} {problem.what}"
         return ""
+
+    @property
+    def _writes_replicas_down(self) -> bool:
+        """Whether plans with replicas are looked at, though none is ever attached."""
+        is_possible = self._has_lanes and self._config.training.train_backend == "megatron_core"
+        return self.policy.is_plan_only and is_possible
 
     def _what_forbids_replicas(self) -> str:
         planner = self._config.global_resource_planner
@@ -303,7 +315,12 @@ class PlanDesk:
             return plan, Refusal(why)
         found = self._matched(plan)
         if found == self.plan:
-            return found, Refusal("this plan is in force already")
+            of_the_core = (
+                "; without lanes (decouple_communication_domains: false) what were replicas is a "
+                "part of the core: name a smaller one (train_gpus)"
+            )
+            hint = "" if self._has_lanes else of_the_core
+            return found, Refusal(f"this plan is in force already{hint}")
         return found, judged(self.policy, self.ground_in_force(pool), self.plan, found)
 
     def plan_to_reshape(self) -> Plan:

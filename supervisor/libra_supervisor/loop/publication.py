@@ -54,6 +54,7 @@ from libra_supervisor.loop.transfer_desk import TransferDesk
 from libra_supervisor.records.reload import RefusedAck, StrayAck
 
 LEADER: Final = NodeRank(0)
+SUPERSEDED: Final = "a batch with a newer version has taken the place of that one"
 MAX_FAILED_BATCHES = 3
 """In a row, for one version: by then it is the weights or the site, not a process that died."""
 
@@ -89,6 +90,9 @@ class Publication:
         )
         self._orders = ReloadOrders(terms.run_id, terms.weights, terms.probe_token_ids)
         self._second_chances = SecondChances(max_aborts=MAX_FAILED_BATCHES)
+        self._superseded: set[tuple[InstanceId, str]] = set()
+        """Requests, by nonce, whose batch gave way to a newer version before they were answered."""
+
         self._committed: PolicyVersion | None = None
         self.counts = ReloadCounts()
         self._num_failed_in_a_row = 0
@@ -179,6 +183,9 @@ class Publication:
     def reload(self, *, at: Moment) -> tuple[Command, ...]:
         """Bring every engine that answers to the exported version."""
         # A joiner that was catching up is brought to the newer version with the others.
+        if self._open is not None:
+            batch = self._open.batch
+            self._superseded |= {(asked, batch.request.nonce) for asked in batch.in_flight}
         cancelled = self._cancel("a newer version", at=at)
         self._is_retry_due = False
         members = self._members_in(self._pool.answering_ids)
@@ -257,6 +264,8 @@ class Publication:
             reason = f"{asked} was asked and answered as {ack.instance_id}"
             refused = self._refuse(ack, reason, at=at)
             return (*refused, *self.on_undelivered(asked, nonce, reason, at=at))
+        if self._was_superseded(asked, nonce) and ack.nonce == nonce:
+            return self._refuse(ack, SUPERSEDED, is_warning=False, at=at)
         if self._open is None:
             return self._refuse(ack, "no reload batch is open", at=at)
         batch = self._open.batch
@@ -273,7 +282,9 @@ class Publication:
         self, instance_id: InstanceId, nonce: str, error: str, *, at: Moment
     ) -> tuple[Command, ...]:
         """The request did not reach the engine, or its answer did not reach us."""
-        said = Say("reload_undelivered", {"instance": instance_id, "why": error}, is_warning=True)
+        fields: dict[str, object] = {"instance": instance_id, "why": error}
+        is_warning = not self._was_superseded(instance_id, nonce)
+        said = Say("reload_undelivered", fields, is_warning=is_warning)
         if self._open is None or self._open.batch.request.nonce != nonce:
             return (said,)
         commands = self._open.batch.on_undelivered(instance_id, error, now=at.now)
@@ -476,10 +487,19 @@ class Publication:
         self._open = None
         return (*done, *self.catch_up(at=at))
 
-    def _refuse(self, ack: ReloadAck, reason: str, *, at: Moment) -> tuple[Command, ...]:
+    def _was_superseded(self, asked: InstanceId, nonce: str) -> bool:
+        """Whether this is what is left of a batch that a newer one took the place of."""
+        request = (asked, nonce)
+        is_known = request in self._superseded
+        self._superseded.discard(request)
+        return is_known
+
+    def _refuse(
+        self, ack: ReloadAck, reason: str, *, is_warning: bool = True, at: Moment
+    ) -> tuple[Command, ...]:
         self.counts.num_refused_acks += 1
         fields: dict[str, object] = {"instance": ack.instance_id, "nonce": ack.nonce, "why": reason}
-        said = Say("ack_refused", fields, is_warning=True)
+        said = Say("ack_refused", fields, is_warning=is_warning)
         refused = RefusedAck(ack, reason)
         if self._open is not None:
             self._open.refused_acks.append(refused)

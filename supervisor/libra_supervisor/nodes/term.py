@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from libra.errors import SiteError
-from libra.storage.atomic import atomic_write
+from libra.storage.atomic import write_record
 
 TERM_NAME: Final = "term.json"
 NODES_NAME: Final = "nodes"
@@ -125,8 +125,4 @@ def _read(directory: Path, advice: str) -> TermRecord | None:
 
 
 def _write(directory: Path, record: TermRecord) -> None:
-    path = directory / TERM_NAME
-    try:
-        atomic_write(path, msgspec.json.encode(record))
-    except OSError as error:
-        raise SiteError(f"cannot write {path}: {error.strerror}") from error
+    write_record(directory / TERM_NAME, msgspec.json.encode(record))

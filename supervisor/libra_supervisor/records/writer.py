@@ -9,7 +9,7 @@ import msgspec
 from libra.errors import SiteError
 from libra.rollouts.group import CompleteGroup
 from libra.rollouts.trajectory import Trajectory
-from libra.storage.atomic import atomic_write
+from libra.storage.atomic import write_record
 from libra_supervisor.records.evaluation import EvaluationRecord
 from libra_supervisor.records.reconfiguration import Line
 from libra_supervisor.records.reload import ReloadRecord, StrayAck
@@ -46,9 +46,12 @@ class RecordsWriter:
         self._trackers = trackers or Trackers()
 
     def write_step(self, record: StepRecord, groups: Sequence[CompleteGroup]) -> None:
-        """Trajectories first, so that a step in metrics.jsonl always has its trajectories."""
+        """Trajectories first, so that a step in metrics.jsonl always has its trajectories.
+
+        This and the others raise SiteError where the disk takes no more.
+        """
         lines = _trajectory_lines(t for group in groups for t in group.trajectories)
-        atomic_write(self._directory.trajectories_of(record.step), lines)
+        write_record(self._directory.trajectories_of(record.step), lines)
         append_line(self._directory.metrics, msgspec.json.encode(record))
         self._trackers.offer(record)
 
@@ -56,7 +59,7 @@ class RecordsWriter:
         self, record: EvaluationRecord, trajectories: Sequence[Trajectory]
     ) -> None:
         """Trajectories first, as for a step."""
-        atomic_write(
+        write_record(
             self._directory.evaluated_of(record.policy_version), _trajectory_lines(trajectories)
         )
         append_line(self._directory.evaluations, msgspec.json.encode(record))

@@ -10,7 +10,7 @@ import msgspec
 from libra import clock
 from libra.data.tokenizer import PromptTokenizer
 from libra.errors import DrainingError, LibraError, PeerError, RefusedError
-from libra.ids import RequestId
+from libra.ids import InstanceId, RequestId
 from libra.rollouts.generation import GenerationRequest, completion_error, joined
 from libra.rollouts.group import AdmittedGroup
 from libra.rollouts.seeds import sampling_seed
@@ -33,6 +33,9 @@ class Router(Protocol):
         Raises PeerError (the instance's fault), RefusedError (try later), DrainingError (the run
         is stopping) or RejectedError (the request is wrong).
         """
+
+    def place_of(self, request_id: RequestId) -> InstanceId | None:
+        """The instance that has a request of `generate`; None: it waits for one, or is over."""
 
 
 class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,13 +79,18 @@ class SampleClient:
         router: Router,
         tokenizer: PromptTokenizer,
         settings: GenerationSettings,
-        is_again: bool = False,
+        before: "SampleClient | None" = None,
     ) -> None:
-        """`is_again`: a try before got no answer in time.
+        """`before` is of a try of the sample that got no answer in time.
 
-        Then the engine that has the prompt's other requests has no precedence: it may be that one.
+        The engines that it waited for get the sample only when no other can serve, and the one that
+        has the prompt's other requests has no precedence: it may be one of those.
         """
-        self._is_again = is_again
+        self._is_again = before is not None
+        self._silent = frozenset[InstanceId]() if before is None else before.silent_engines()
+        self._engine_of: dict[RequestId, InstanceId] = {}
+        """Of requests in progress, where they were when they last gave a sign of life."""
+
         self.group = group
         self.sample_index = sample_index
         self.tokenizer = tokenizer
@@ -95,6 +103,10 @@ class SampleClient:
         self.num_retries = 0
         self.progressed_at: float | None = None
         """The last sign of life; None before the first."""
+
+    def silent_engines(self) -> frozenset[InstanceId]:
+        """Those that have not answered: that have a request now, and of before."""
+        return self._silent.union(self._engine_of.values())
 
     def room_tokens(self, num_prompt_tokens: int) -> int:
         return max(0, self._settings.max_model_len - num_prompt_tokens)
@@ -165,6 +177,7 @@ class SampleClient:
                 prompt_id=None if attempt or self._is_again else self.group.prompt.prompt_id,
                 prompt_token_ids=prompt,
                 sampling=sampling,
+                avoided=self._silent,
             )
             try:
                 return await self._ask(request)
@@ -186,10 +199,15 @@ class SampleClient:
             def progressed(num_tokens: int) -> None:
                 self.num_tokens = num_tokens
                 self.progressed_at = clock.now()
+                if (engine := self._router.place_of(request.request_id)) is not None:
+                    self._engine_of[request.request_id] = engine
                 if idle_timeout_s is not None:
                     scope.deadline = self.progressed_at + idle_timeout_s
 
-            completion = await self._router.generate(request, progressed)
+            try:
+                completion = await self._router.generate(request, progressed)
+            finally:
+                engine = self._engine_of.pop(request.request_id, None)
             self.progressed_at = clock.now()
             error = completion_error(completion)
             if error is not None:
@@ -197,6 +215,8 @@ class SampleClient:
             if completion.finish_reason == "abort" and not completion.token_ids:
                 raise PeerError(f"{completion.instance_id} aborted {request.request_id}")
             return completion
+        if engine is not None:
+            self._silent |= {engine}
         raise EngineSilentError(
             f"{request.request_id} got nothing for {idle_timeout_s} s after "
             f"{self.num_tokens} tokens"

@@ -79,8 +79,8 @@ class RolloutRunner:
         self._parts = parts
         self._task_group: TaskGroup | None = None
         self._scopes: dict[GroupId, anyio.CancelScope] = {}
-        self._again: dict[GroupId, Callable[[int], None]] = {}
-        self._sample_scopes: dict[tuple[GroupId, int], anyio.CancelScope] = {}
+        self._again: dict[GroupId, Callable[[SampleClient], None]] = {}
+        self._tries: dict[tuple[GroupId, int], tuple[SampleClient, anyio.CancelScope]] = {}
         """Of samples whose end has not been posted."""
 
         self._clients: set[SampleClient] = set()
@@ -130,13 +130,17 @@ class RolloutRunner:
             scope.cancel()
 
     def ask_again(self, group_id: GroupId, sample_indices: Sequence[int]) -> None:
-        """Begin these samples of a running group anew, but for those that have just ended."""
+        """Begin these samples of a running group anew, but for those that have just ended.
+
+        Engines that did not answer a sample get it again only when no other can serve.
+        """
         begin = self._again.get(group_id)
         for index in sample_indices:
-            scope = self._sample_scopes.pop((group_id, index), None)
-            if begin is not None and scope is not None:
+            cut_off = self._tries.pop((group_id, index), None)
+            if begin is not None and cut_off is not None:
+                client, scope = cut_off
+                begin(self._client(client.group, index, before=client))
                 scope.cancel()
-                begin(index)
 
     def cancel_all(self, reason: str) -> None:  # noqa: ARG002 - the loop has logged it
         for group_id in list(self._scopes):
@@ -162,8 +166,8 @@ class RolloutRunner:
                 task = await to_thread.run_sync(self._parts.tasks.task, group.prompt.row)
                 async with anyio.create_task_group() as samples:
 
-                    def begin_again(index: int) -> None:
-                        samples.start_soon(self._run_again, group, task, index)
+                    def begin_again(client: SampleClient) -> None:
+                        samples.start_soon(self._run_sample, task, client)
 
                     self._again[group.group_id] = begin_again
                     for index in wanted:
@@ -175,24 +179,34 @@ class RolloutRunner:
 
     async def _begin_sample(self, group: AdmittedGroup, task: Task, index: int) -> None:
         await self._parts.post(SampleStarted(group.group_id, index))
-        await self._run_sample(group, task, index)
+        await self._run_sample(task, self._client(group, index))
 
-    async def _run_again(self, group: AdmittedGroup, task: Task, index: int) -> None:
-        await self._run_sample(group, task, index, is_again=True)
+    def _client(
+        self, group: AdmittedGroup, index: int, *, before: SampleClient | None = None
+    ) -> SampleClient:
+        """Of one try of a sample; `before` is that of the try before, which is cut off."""
+        return SampleClient(
+            group,
+            index,
+            router=self._parts.router,
+            tokenizer=self._parts.tokenizer,
+            settings=self._parts.settings,
+            before=before,
+        )
 
-    async def _run_sample(
-        self, group: AdmittedGroup, task: Task, index: int, *, is_again: bool = False
-    ) -> None:
+    async def _run_sample(self, task: Task, client: SampleClient) -> None:
         """One try of a sample; of those that were not cut off one ends it."""
+        group, index = client.group, client.sample_index
         key = (group.group_id, index)
-        self._sample_scopes[key] = scope = anyio.CancelScope()
+        scope = anyio.CancelScope()
+        self._tries[key] = client, scope
         outcome: Trajectory | SampleFailed | None = None
         try:
             with scope:
-                outcome = await self._outcome(group, task, index, is_again=is_again)
+                outcome = await self._outcome(task, client)
         finally:
-            if self._sample_scopes.get(key) is scope:
-                del self._sample_scopes[key]
+            if self._tries.get(key) == (client, scope):
+                del self._tries[key]
         if outcome is None or scope.cancel_called:
             return
         if isinstance(outcome, SampleFailed):
@@ -200,17 +214,7 @@ class RolloutRunner:
         else:
             await self._parts.post(SampleFinished(outcome))
 
-    async def _outcome(
-        self, group: AdmittedGroup, task: Task, index: int, *, is_again: bool
-    ) -> Trajectory | SampleFailed:
-        client = SampleClient(
-            group,
-            index,
-            router=self._parts.router,
-            tokenizer=self._parts.tokenizer,
-            settings=self._parts.settings,
-            is_again=is_again,
-        )
+    async def _outcome(self, task: Task, client: SampleClient) -> Trajectory | SampleFailed:
         self._clients.add(client)
         try:
             outcome = await self._rolled_out(task, client)
