@@ -5,6 +5,7 @@ from random import Random
 import msgspec
 import pytest
 
+from control_runs import run_until
 from control_world import RandomWorld
 from libra.ids import InstanceId
 from libra_supervisor import events
@@ -15,14 +16,6 @@ WHY = "a batch with a newer version has taken the place of that one"
 
 def is_of_a(event):
     return isinstance(event, events.ReloadAnswered) and event.instance_id == A
-
-
-def run_until(world, rng, condition):
-    for _ in range(5000):
-        if condition(world):
-            return
-        assert world.step(rng), "nothing is left to happen"
-    raise AssertionError("it never came to that")
 
 
 def overtaken(*, is_over):

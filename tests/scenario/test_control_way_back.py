@@ -5,11 +5,11 @@ from random import Random
 import msgspec
 import pytest
 
-from control_world import plan_of
-from elastic_world import TIMEOUT_S, a_step_is_trained, elastic, plan, records, until, want
+from control_parts import plan_of
+from control_runs import run_until
+from elastic_world import TIMEOUT_S, a_step_is_trained, elastic, plan, records, want
 from hybrid_world import HybridWorld
-from lending_world import CONFIG, OPTIONS, until_ahead
-from lending_world import until as until_there
+from lending_world import CONFIG, OPTIONS, until, until_ahead
 from libra.config.planning import PlannerConfig
 from libra.ids import InstanceId, ReplicaId, SlotId
 from libra.planner.plan import HybridPlacement
@@ -24,9 +24,9 @@ KEPT = InstanceId("vllm-0")
 def without_lanes(*, total_steps=12):
     """A run whose replica is one more rank of the core and has a server's slot."""
     world, rng = elastic(decouple_communication_domains=False, total_steps=total_steps), Random(5)
-    until(world, rng, a_step_is_trained)
+    run_until(world, rng, a_step_is_trained)
     want(world, LENT)
-    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    run_until(world, rng, lambda w: len(w.reconfigurations) == 1)
     [there] = records(world)
     assert (there.outcome, there.plan.train.dp, there.plan.hybrids) == ("done", 2, ())
     return world, rng
@@ -93,7 +93,7 @@ def both_lent():
         for slot in (0, 1)
     )
     want(world, msgspec.structs.replace(servers, instances=(), hybrids=replicas))
-    until_there(world, rng, lambda: bool(world.reconfigurations))
+    until(world, rng, lambda: bool(world.reconfigurations))
     [there] = records(world)
     assert (there.outcome, there.plan.instances, len(there.plan.hybrids)) == ("done", (), 2)
     return world, rng
@@ -105,11 +105,11 @@ def test_of_the_servers_that_were_lent_those_come_back_whose_slots_are_free():
     # It does not end: what it has is nobody's any more.
     del world.replicas[stuck.replica_id]
     world.post(events.ReplicaDown(stuck.replica_id, "does not end", is_clean=False))
-    until_there(world, rng, lambda: len(world.reconfigurations) >= 3)
+    until(world, rng, lambda: len(world.reconfigurations) >= 3)
     back = records(world)[-1]
     assert (back.cause, back.outcome) == ("starved", "done"), back
     assert [it.slots for it in back.plan.instances] == [(0,)]
-    until_there(world, rng, lambda: world.ended is not None)
+    until(world, rng, lambda: world.ended is not None)
     assert world.ended.exit_code == 0, world.ended
     assert [step for _, step, _ in world.trained] == list(range(1, 41))
 
