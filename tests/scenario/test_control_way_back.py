@@ -5,8 +5,9 @@ from random import Random
 import msgspec
 import pytest
 
-from control_world import plan_of
-from elastic_world import TIMEOUT_S, a_step_is_trained, elastic, plan, records, until, want
+from control_parts import plan_of
+from control_runs import run_until
+from elastic_world import TIMEOUT_S, a_step_is_trained, elastic, plan, records, want
 from hybrid_world import HybridWorld
 from lending_world import CONFIG, OPTIONS, until_ahead
 from lending_world import until as until_there
@@ -24,9 +25,9 @@ KEPT = InstanceId("vllm-0")
 def without_lanes(*, total_steps=12):
     """A run whose replica is one more rank of the core and has a server's slot."""
     world, rng = elastic(decouple_communication_domains=False, total_steps=total_steps), Random(5)
-    until(world, rng, a_step_is_trained)
+    run_until(world, rng, a_step_is_trained)
     want(world, LENT)
-    until(world, rng, lambda w: len(w.reconfigurations) == 1)
+    run_until(world, rng, lambda w: len(w.reconfigurations) == 1)
     [there] = records(world)
     assert (there.outcome, there.plan.train.dp, there.plan.hybrids) == ("done", 2, ())
     return world, rng
