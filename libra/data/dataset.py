@@ -87,7 +87,9 @@ class PromptDataset:
             if isinstance(result, BadRow):
                 bad.append(result)
             elif len(result.prompt_token_ids) > max_prompt_tokens:
-                reason = f"{len(result.prompt_token_ids)} tokens, the most is {max_prompt_tokens}"
+                tools = ", tools included" if self._fields.tools and result.messages else ""
+                num_tokens = len(result.prompt_token_ids)
+                reason = f"{num_tokens} tokens{tools}, the most is {max_prompt_tokens}"
                 too_long.append(BadRow(self._source.location(row), reason))
             else:
                 usable.append(row)

@@ -15,6 +15,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_id: PromptId
     prompt_token_ids: tuple[int, ...]
+    """As the workflow sends them first, tools that the chat template shows included."""
+
     messages: tuple[dict[str, Any], ...]
     """The conversation so far; empty for a prompt that is plain text."""
 
@@ -38,6 +40,9 @@ class PromptFields(msgspec.Struct, frozen=True, kw_only=True):
     apply_chat_template: bool = True
     """Render a string prompt as one user message."""
 
+    tools: tuple[dict[str, Any], ...] | None = None
+    """What the workflow has chat templates show of its tools; None: it shows none."""
+
 
 class RowRefusedError(DataError):
     """The row cannot become a task; the message says which field and why."""
@@ -55,7 +60,7 @@ def task_of(
         _check_sendable(name, value)
     return Task(
         prompt_id=prompt_id,
-        prompt_token_ids=_token_ids(messages, text, tokenizer),
+        prompt_token_ids=_token_ids(messages, text, fields, tokenizer),
         messages=messages,
         prompt_text=text,
         answer=answer,
@@ -64,10 +69,16 @@ def task_of(
 
 
 def _token_ids(
-    messages: tuple[dict[str, Any], ...], text: str, tokenizer: PromptTokenizer
+    messages: tuple[dict[str, Any], ...],
+    text: str,
+    fields: PromptFields,
+    tokenizer: PromptTokenizer,
 ) -> tuple[int, ...]:
+    tools = None if fields.tools is None else list(fields.tools)
     try:
-        return tuple(tokenizer.encode_chat(messages) if messages else tokenizer.encode_text(text))
+        if not messages:
+            return tuple(tokenizer.encode_text(text))
+        return tuple(tokenizer.encode_chat(messages, tools=tools))
     except TokenizerError:
         # Not this row's fault: no row could be read.
         raise

@@ -45,6 +45,10 @@ class PromptTokenizer:
         """Ids in use, added tokens included."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
     def encode_chat(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
     ) -> list[int]:

@@ -41,13 +41,17 @@ async def multi_turn(
 ) -> Trajectory:
     """Let the policy call `tools` (each `module:function`) until it answers without a call.
 
-    The next turn's prompt is the ids so far plus the tools' answers, tokenised by themselves: no
+    A prompt that is plain text is sent as it is, and the chat template writes what follows it. The
+    next turn's prompt is the ids so far plus the tools' answers, tokenised by themselves: no
     sampled token is ever tokenised again. The response text is that of the last turn. The
     conversation ends early when `max_turns` or the model's length is reached.
     """
     toolbox = Toolbox([function_at(name) for name in tools], timeout_s=tool_timeout_s)
     transcript = Transcript()
-    prompt = tuple(client.tokenizer.encode_chat(task.messages, tools=toolbox.schemas()))
+    prompt = task.prompt_token_ids
+    if task.messages:
+        # Not those of the task: a workflow that calls this one with tools has shown none there.
+        prompt = tuple(client.tokenizer.encode_chat(task.messages, tools=toolbox.schemas()))
     while True:
         completion = await client.generate(prompt)
         transcript.add_turn(prompt, completion)

@@ -197,13 +197,12 @@ def test_memory_is_left_out_while_the_planner_is_to_choose(tmp_path: Path):
 # The real data
 
 
-def write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path, template: str = "<s>{{ messages[0].content }}") -> None:
     words = {"<unk>": 0, "<s>": 1, "two": 2, "plus": 3, "three": 4}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.add_special_tokens(["<s>"])
     tokenizer.save(str(directory / "tokenizer.json"))
-    template = "<s>{{ messages[0].content }}"
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
@@ -265,3 +264,63 @@ def test_a_broken_tokenizer_is_a_fault_of_the_option_that_names_it(tmp_path: Pat
     assert f"run.yaml:1: model_path: {tmp_path}/model/tokenizer.json: " in out.stderr
     out = run(path, "tokenizer_path=model", summarize_dataset=summarize_dataset)
     assert "-o tokenizer_path=model: tokenizer_path: " in out.stderr
+
+
+SHOWS_TOOLS = (
+    "{% for tool in tools or [] %}{{ tool.function.name + ' ' }}{% endfor %}"
+    "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
+)
+WITH_TOOLS = (
+    "workflow=multi_turn",
+    "workflow_args={tools: ['user_workflows:add', 'user_workflows:slow']}",
+)
+
+
+def test_a_prompt_is_as_long_as_the_workflow_sends_it_with_its_tools(tmp_path: Path):
+    path = write_run(tmp_path)
+    write_tokenizer(tmp_path / "model", SHOWS_TOOLS)
+    write_rows(tmp_path / "d.jsonl", "two plus three")
+    limits = ("max_model_len=9", "max_new_tokens=4")
+    assert "4 tokens" in run(path, *limits, summarize_dataset=summarize_dataset).stdout
+    out = run(path, *limits, *WITH_TOOLS, summarize_dataset=summarize_dataset)
+    assert out.exit_code == 2
+    assert "d.jsonl:1:1: 6 tokens, tools included, the most is 5" in out.stderr
+    roomy = run(
+        path, "max_model_len=10", *limits[1:], *WITH_TOOLS, summarize_dataset=summarize_dataset
+    )
+    assert "the longest prompt has 6 tokens" in roomy.stdout
+
+
+def test_plain_text_has_no_tools_in_it(tmp_path: Path):
+    path = write_run(tmp_path, apply_chat_template="false")
+    write_tokenizer(tmp_path / "model", SHOWS_TOOLS)
+    write_rows(tmp_path / "d.jsonl", "two plus three")
+    out = run(path, *WITH_TOOLS, summarize_dataset=summarize_dataset)
+    assert "the longest prompt has 3 tokens" in out.stdout
+    out = run(
+        path,
+        *WITH_TOOLS,
+        "max_model_len=6",
+        "max_new_tokens=4",
+        summarize_dataset=summarize_dataset,
+    )
+    assert "d.jsonl:1:1: 3 tokens, the most is 2" in out.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("workflow=multi_turn",), "workflow_args: multi_turn(task, client, ...): missing a"),
+        (("workflow=user_workflows:gone",), "workflow: user_workflows:gone: module user_workflows"),
+        (("workflow=multi_turn", "workflow_args={tools: []}"), "workflow: multi_turn cannot give"),
+    ],
+)
+def test_a_workflow_that_cannot_be_used_is_a_problem_of_its_key(
+    tmp_path: Path, overrides: tuple[str, ...], message: str
+):
+    path = write_run(tmp_path)
+    write_tokenizer(tmp_path / "model")
+    write_rows(tmp_path / "d.jsonl", "two")
+    out = run(path, *overrides, summarize_dataset=summarize_dataset)
+    assert out.exit_code == 2
+    assert message in out.stderr

@@ -16,7 +16,7 @@ from libra.ids import PolicyVersion, PromptId
 from libra.rollouts.trajectory import alignment_error
 from libra.rollouts.transcript import AlignmentBrokenError, PrefixBrokenError, Transcript
 from libra.wire.instance import VersionSpan
-from libra.workflows.loading import load_workflow, warning_of
+from libra.workflows.loading import check_tokenizer, load_workflow, warning_of
 from libra.workflows.multi_turn import multi_turn
 from libra.workflows.single_turn import single_turn
 from libra.workflows.tools import MalformedCall, Toolbox, ToolCall, calls_in
@@ -200,6 +200,43 @@ async def test_the_tools_are_shown_to_templates_that_ask_for_them(tmp_path):
     }
 
 
+async def test_a_prompt_that_is_plain_text_is_sent_as_it_is_and_tools_answer_in_the_template(
+    tokenizer,
+):
+    plain = msgspec.structs.replace(
+        task(tokenizer), messages=(), prompt_token_ids=tuple(tokenizer.encode_text("HAVING: "))
+    )
+    answer = said(tokenizer, call("add", a=1))
+    client = ScriptedClient(tokenizer, [answer, said(tokenizer, "2")])
+    result = await multi_turn(plain, client, tools=TOOLS)
+    assert client.prompts[0] == plain.prompt_token_ids
+    assert tokenizer.decode(client.prompts[1][len(client.prompts[0]) + len(answer) :]) == (
+        "\ntool\n2\nassistant\n"
+    )
+    assert (result.num_turns, result.num_prompt_tokens) == (2, len(plain.prompt_token_ids))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "workflow: .*the tokenizer has none: add chat_template.jinja"),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "workflow: .*by token"),
+        (
+            CHATML.replace("{% for m in messages %}", "{% for m in messages %}{% if m['role'] == "
+            "'tool' %}{{ raise_exception('no tools') }}{% endif %}"),
+            "workflow: .*no tools",
+        ),
+    ],
+)  # fmt: skip
+def test_a_template_that_cannot_give_a_tools_answer_is_an_error_before_the_start(
+    tmp_path, template, message
+):
+    tokenizer = PromptTokenizer(write_tokenizer(tmp_path, template=template))
+    with pytest.raises(ConfigError, match=message):
+        check_tokenizer("multi_turn", tokenizer)
+    check_tokenizer("single_turn", tokenizer)
+
+
 @pytest.mark.case("T-B30")
 def test_a_turn_that_does_not_repeat_the_turns_before_is_refused():
     transcript = Transcript()
@@ -284,6 +321,9 @@ def test_a_template_that_does_not_show_tools_is_said(tokenizer, tmp_path):
     shows = CHATML.replace("{% for", "{% if tools %}{{ tools | tojson }}{% endif %}{% for", 1)
     showing = PromptTokenizer(write_tokenizer(tmp_path / "showing", template=shows))
     assert warning_of("multi_turn", {"tools": TOOLS}, showing) is None
+    assert "only where they describe them" in warning_of(
+        "multi_turn", {"tools": TOOLS}, showing, is_plain=True
+    )
     assert warning_of("multi_turn", {"tools": []}, tokenizer) is None
     assert warning_of("single_turn", {}, tokenizer) is None
 

@@ -15,7 +15,7 @@ from libra.errors import ConfigError, LibraError
 from libra.planner.plan import places_in_words, plan_in_words
 from libra.storage.checkpoints import read_checkpoint_manifest
 from libra.tracing.log import set_up_logging
-from libra.workflows.loading import load_workflow, warning_of
+from libra.workflows.loading import warning_of
 from libra_supervisor.app.following import Following, follow, node_directory, speaking_for
 from libra_supervisor.app.forking import plant_checkpoint
 from libra_supervisor.app.launch import (
@@ -152,9 +152,11 @@ def _run(  # noqa: PLR0915 - the steps of a start, in their order
 def _opened(launch: Launch) -> Prompts:
     """Everything of the user's that is read in this process, checked before anything is started."""
     data = launch.config.data
-    load_workflow(data.workflow, data.workflow_args)
     prompts = open_prompts(launch.config)
-    if warning := warning_of(data.workflow, data.workflow_args, prompts.tokenizer):
+    is_plain = not prompts.dataset.task(int(prompts.dataset.rows[0])).messages
+    if warning := warning_of(
+        data.workflow, data.workflow_args, prompts.tokenizer, is_plain=is_plain
+    ):
         sys.stderr.write(f"warning: {warning}\n")
     return prompts
 

@@ -8,19 +8,27 @@ from libra.data.formats import open_source
 from libra.data.task import PromptFields
 from libra.data.tokenizer import PromptTokenizer
 from libra.errors import DataError
+from libra.workflows.loading import check_tokenizer, load_workflow, tools_shown
 from libra_supervisor.validate.ports import DatasetSummary, EvaluationDataError
 
 
 def open_dataset(config: RunConfig, path: str) -> PromptDataset:
-    """Read and tokenise every row at `path`, as a run does. Raises DataError."""
+    """Read and tokenise every row at `path`, as a run does.
+
+    Raises DataError, and ConfigError for a workflow that cannot be used.
+    """
     data, rollout = config.data, config.rollout
+    load_workflow(data.workflow, data.workflow_args)
+    tokenizer = PromptTokenizer(Path(config.model.resolved_tokenizer_path))
+    check_tokenizer(data.workflow, tokenizer)
     return PromptDataset(
         open_source(Path(path)),
-        PromptTokenizer(Path(config.model.resolved_tokenizer_path)),
+        tokenizer,
         fields=PromptFields(
             prompt=data.prompt_field,
             answer=data.answer_field,
             apply_chat_template=data.apply_chat_template,
+            tools=tools_shown(data.workflow, data.workflow_args),
         ),
         rules=PromptRules(
             max_prompt_tokens=rollout.max_model_len - rollout.max_new_tokens,

@@ -10,7 +10,8 @@ import msgspec
 from libra.config.load import LoadedConfig, Purpose, load_config
 from libra.config.problems import ConfigProblemsError, Problem
 from libra.config.schema import json_schema
-from libra.errors import DataError, TokenizerError
+from libra.config.surface import all_options
+from libra.errors import ConfigError, DataError, TokenizerError
 from libra_supervisor.validate.names import shipped_names
 from libra_supervisor.validate.ports import (
     DatasetSummary,
@@ -75,14 +76,21 @@ def _summarize(
         return None
     try:
         return summarize_dataset(loaded.config)
-    except DataError as exc:
-        path = _path_of(exc, loaded)
-        problem = Problem(path=path, what=str(exc), place=loaded.place_of.get(path))
+    except (ConfigError, DataError) as exc:
+        path, what = _place_of(exc, loaded)
+        problem = Problem(path=path, what=what, place=loaded.place_of.get(path))
         raise ConfigProblemsError([problem], subject=loaded.sources[0]) from exc
 
 
-def _path_of(error: DataError, loaded: LoadedConfig) -> str:
-    """The option that names what is broken."""
+def _place_of(error: ConfigError | DataError, loaded: LoadedConfig) -> tuple[str, str]:
+    """The option that names what is broken, and what is wrong with it."""
+    if isinstance(error, DataError):
+        return _data_option(error, loaded), str(error)
+    option, _, what = str(error).partition(": ")
+    return (option, what) if option in all_options() else ("workflow", str(error))
+
+
+def _data_option(error: DataError, loaded: LoadedConfig) -> str:
     if isinstance(error, EvaluationDataError):
         return "eval_data"
     if not isinstance(error, TokenizerError):
