@@ -1,7 +1,7 @@
 """The prompts of one run: every row looked at before the first one is used."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -37,15 +37,18 @@ class PromptDataset:
         *,
         fields: PromptFields,
         rules: PromptRules,
+        answer_error: Callable[[Any], str | None] = lambda _answer: None,
     ) -> None:
         """Reads and tokenises every row once: run it in a thread.
 
+        A row is bad, too, when `answer_error` has something to say of its answer.
         Raises DataError that names the rows that are bad or too long, unless they are skipped by
         the rules, and when no row is left.
         """
         self._source = source
         self.tokenizer = tokenizer
         self._fields = fields
+        self._answer_error = answer_error
         self.bad_rows: tuple[BadRow, ...]
         self.long_rows: tuple[BadRow, ...]
         usable, bad, too_long = self._inspect(rules.max_prompt_tokens)
@@ -101,9 +104,11 @@ class PromptDataset:
             return record
         prompt_id = PromptId(f"row-{row}")
         try:
-            return task_of(record, prompt_id, fields=self._fields, tokenizer=self.tokenizer)
+            task = task_of(record, prompt_id, fields=self._fields, tokenizer=self.tokenizer)
         except RowRefusedError as error:
             return BadRow(self._source.location(row), str(error))
+        reason = self._answer_error(task.answer)
+        return task if reason is None else BadRow(self._source.location(row), reason)
 
 
 def _refusal(what: str, rows: Sequence[BadRow], option: str) -> DataError:

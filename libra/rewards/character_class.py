@@ -1,6 +1,7 @@
 """The quickstart's reward: write characters of the class that the prompt names."""
 
 import string
+from typing import Any
 
 from libra.rewards.case import RewardCase
 
@@ -18,8 +19,12 @@ def character_class(case: RewardCase, *, length: int = 8) -> float:
     Characters beyond `length` earn nothing and lower the share, as missing ones do: only exactly
     `length` characters, all of the class, score 1.
     """
-    wanted = CLASSES.get(case.answer)
-    if wanted is None:
-        raise ValueError(f"the answer {case.answer!r} is none of {', '.join(CLASSES)}")
-    text = case.response_text
+    check_class(case.answer)
+    wanted, text = CLASSES[case.answer], case.response_text
     return sum(c in wanted for c in text[:length]) / max(length, len(text))
+
+
+def check_class(answer: Any) -> None:
+    """Raise ValueError for an answer that names no class."""
+    if not isinstance(answer, str) or answer not in CLASSES:
+        raise ValueError(f"the answer {answer!r:.60} is none of {', '.join(CLASSES)}")

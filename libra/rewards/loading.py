@@ -7,10 +7,16 @@ from typing import Any, TypeAlias
 
 from libra.errors import ConfigError
 from libra.rewards.case import RewardCase
-from libra.rewards.character_class import character_class
+from libra.rewards.character_class import character_class, check_class
 from libra.rewards.code import code
-from libra.rewards.exact_match import check_exact_match, exact_match, number_match
-from libra.rewards.math import math, require_math_verify
+from libra.rewards.exact_match import (
+    check_exact_match,
+    check_number_answer,
+    check_text_answer,
+    exact_match,
+    number_match,
+)
+from libra.rewards.math import check_formula, math, require_math_verify
 from libra.rewards.sandbox import require_sandbox
 from libra.user_code import function_at
 
@@ -29,6 +35,28 @@ _REQUIREMENTS: Mapping[str, Callable[[], object]] = {
     "math": require_math_verify,
     "code": require_sandbox,
 }
+
+
+_ANSWER_CHECKS: Mapping[str, Callable[[Any], None]] = {
+    "exact_match": check_text_answer,
+    "number_match": check_number_answer,
+    "character_class": check_class,
+    "math": check_formula,
+}
+
+
+def answer_error(name: str, answer: Any) -> str | None:
+    """Why the built-in reward of that name can score no response against an answer; None: it can.
+
+    Of rewards that are not built in, nothing is known.
+    """
+    check = _ANSWER_CHECKS.get(name)
+    if check is not None:
+        try:
+            check(answer)
+        except ValueError as error:
+            return f"reward {name}: {error}"
+    return None
 
 
 def load_reward(name: str, arguments: Mapping[str, Any]) -> RewardFunction:

@@ -17,12 +17,19 @@ def require_math_verify() -> tuple[Any, Any]:
     return parse, verify
 
 
+def check_formula(answer: Any) -> None:
+    """Raise ValueError for an answer in which there can be no formula; reads none."""
+    if answer is None or not str(answer).strip():
+        raise ValueError(f"math-verify cannot read the answer {answer!r:.60}")
+
+
 def math(case: RewardCase) -> float:
     """1 when the response's final answer equals `case.answer`, in whatever form; else 0.
 
     Needs no time limit of its own: sympy may hang, and the worker is then killed from outside.
     """
     parse, verify = require_math_verify()
+    check_formula(case.answer)
     expected = str(case.answer)
     # The gold answer is usually bare; math-verify only looks inside LaTeX or plain expressions.
     gold = parse(expected if "$" in expected else f"${expected}$", parsing_timeout=None)

@@ -12,7 +12,7 @@ from libra.rewards.case import RewardCase
 from libra.rewards.character_class import character_class
 from libra.rewards.coercion import RewardFailed, coerced
 from libra.rewards.exact_match import exact_match, number_match
-from libra.rewards.loading import check_reward_name, load_reward
+from libra.rewards.loading import answer_error, check_reward_name, load_reward
 from libra.rewards.math import math
 from libra.rewards.messages import Scored
 from libra.rewards.worker import score
@@ -117,6 +117,70 @@ def test_number_match_takes_the_last_number_as_a_number():
     assert number_match(case("none", "3")) == 0.0
     with pytest.raises(ValueError, match="x"):
         number_match(case("3", "x"))
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (".5", "0.5"), ("1e3", 1000), ("x = 5-3", "3"), ("it is \u22123", -3), ("-3", "\u22123"),
+        ("(x)-3", 3), ("y=-3", -3), ("1,2,3", 3), ("12,34,567", 1234567), ("50%", "50%"),
+        ("0.5", "50%"), ("50%", "0.5"), ("50 \\%", 50), ("3/4", "3/4"), ("0.75", "3/4"),
+        ("3 / 4", 0.75), ("on 5/10/2024", 2024), ("6/2", 3), ("0.3333333333333333", "1/3"),
+        ("1e400", "1e400"), ("-.5", -0.5), ("9007199254740993", 9007199254740993),
+        ("7.", 7), ("+5", "+5"),
+    ],
+)  # fmt: skip
+def test_numbers_are_read_as_people_write_them(response, answer):
+    assert number_match(case(response, answer)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("x = 5-3", -3), ("1,2,3", 123), ("3/4", 4), ("0.5%", "50%"), ("50", "50%"), ("3/0", 0),
+        ("1e3", 3), (".5", 5), ("9007199254740993", 9007199254740992), ("1e9999", "1e9998"),
+    ],
+)  # fmt: skip
+def test_numbers_that_only_look_alike_are_not_the_answer(response, answer):
+    assert number_match(case(response, answer)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (1.0, ["1", "1.0"], ["true"]), (2.5, ["2.5"], ["2"]), (7, ["7"], ["7.0"]),
+        (True, ["true", "True"], ["1"]), ([1, "a"], ["[1, 'a']", '[1, "a"]'], ["1"]),
+    ],
+)  # fmt: skip
+def test_answers_that_are_no_text_are_written_as_in_json_or_python(answer, right, wrong):
+    assert [exact_match(case(text, answer)) for text in right] == [1.0] * len(right)
+    assert [exact_match(case(text, answer)) for text in wrong] == [0.0] * len(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "reason"),
+    [
+        ("exact_match", None, "null"),
+        ("number_match", "ten", "'ten' is not a number"),
+        ("number_match", "3/0", "not a number"),
+        ("number_match", None, "None is not a number"),
+        ("number_match", True, "True is not a number"),
+        ("character_class", ["digits"], "is none of digits"),
+        ("math", "  ", "math-verify cannot read the answer"),
+        ("math", None, "math-verify cannot read the answer"),
+    ],
+)
+def test_an_answer_that_no_response_can_be_scored_against_is_told_without_one(name, answer, reason):
+    assert reason in answer_error(name, answer)
+    result = score(load_reward(name, {}), case("None", answer))
+    assert isinstance(result, RewardFailed)
+    assert reason in result.reason
+
+
+def test_of_good_answers_and_other_peoples_rewards_there_is_nothing_to_say():
+    good = {"exact_match": "", "number_match": "50%", "character_class": "digits", "math": 7}
+    for name, answer in {**good, "my_rewards:f": None, "code": None}.items():
+        assert answer_error(name, answer) is None
 
 
 def test_character_class_pays_for_the_wanted_number_of_characters_of_the_class():

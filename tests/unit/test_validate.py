@@ -324,3 +324,25 @@ def test_a_workflow_that_cannot_be_used_is_a_problem_of_its_key(
     out = run(path, *overrides, summarize_dataset=summarize_dataset)
     assert out.exit_code == 2
     assert message in out.stderr
+
+
+def test_an_answer_that_nothing_can_be_scored_against_is_a_bad_row(tmp_path: Path):
+    path = write_run(tmp_path)
+    write_tokenizer(tmp_path / "model")
+    rows = [{"prompt": "two", "answer": answer} for answer in ("3/4", "three", None)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = run(path, "reward=number_match", summarize_dataset=summarize_dataset)
+    assert out.exit_code == 2
+    assert "2 rows cannot be used" in out.stderr
+    assert "d.jsonl:2:1: reward number_match: the answer 'three' is not a number" in out.stderr
+    assert "d.jsonl:3:1: reward exact_match: the answer is null" in (
+        run(path, summarize_dataset=summarize_dataset).stderr
+    )
+    # It may score itself.
+    own = run(
+        path,
+        "workflow=user_workflows:workflow",
+        "workflow_args={times: 2}",
+        summarize_dataset=summarize_dataset,
+    )
+    assert "3 rows, 0 skipped" in own.stdout

@@ -1,5 +1,6 @@
 """The training data as `validate --data` reads it: all of it, once, as a run would."""
 
+from functools import partial
 from pathlib import Path
 
 from libra.config.run import RunConfig
@@ -8,6 +9,8 @@ from libra.data.formats import open_source
 from libra.data.task import PromptFields
 from libra.data.tokenizer import PromptTokenizer
 from libra.errors import DataError
+from libra.rewards.loading import answer_error
+from libra.workflows.loading import BUILT_IN as WORKFLOWS
 from libra.workflows.loading import check_tokenizer, load_workflow, tools_shown
 from libra_supervisor.validate.ports import DatasetSummary, EvaluationDataError
 
@@ -35,6 +38,8 @@ def open_dataset(config: RunConfig, path: str) -> PromptDataset:
             on_bad_row=data.on_bad_row,
             on_long_prompt=data.on_long_prompt,
         ),
+        # A workflow of the user's own may score its trajectories itself.
+        answer_error=partial(answer_error, data.reward if data.workflow in WORKFLOWS else ""),
     )
 
 
