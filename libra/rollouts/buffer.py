@@ -223,7 +223,10 @@ class RolloutBuffer:
             # Staleness is not the prompt's fault: it is tried again, but never quarantined for it.
             admitted = group.admitted
             if admitted.attempt + 1 < self._limits.max_group_attempts + admitted.num_excused:
-                self._pending.append(_next_attempt(admitted, admitted.num_excused))
+                again = _next_attempt(admitted, admitted.num_excused)
+                self._pending.append(
+                    msgspec.structs.replace(again, num_stale=admitted.num_stale + 1)
+                )
             self._accepted -= len(group.trajectories)
             self._dropped["stale"] += len(group.trajectories)
         return sum(len(group.trajectories) for group in stale)
@@ -366,7 +369,8 @@ class RolloutBuffer:
     ) -> Iterable[BufferCommand]:
         num_excused = failed.num_excused + (kind in NOT_THE_PROMPTS)
         num_tries, bound = failed.attempt + 1, self._limits.max_group_attempts
-        if num_tries - num_excused < bound and num_tries < PATIENCE * bound:
+        num_blamed = num_tries - num_excused - failed.num_stale
+        if num_blamed < bound and num_tries < PATIENCE * bound:
             self._pending.append(_next_attempt(failed, num_excused))
             return ()
         self._quarantined.add(failed.prompt.prompt_id)

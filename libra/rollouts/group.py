@@ -22,6 +22,9 @@ class AdmittedGroup(msgspec.Struct, frozen=True):
     num_excused: int = 0
     """Tries before this one that failed by the engines' fault, not the prompt's."""
 
+    num_stale: int = 0
+    """Tries before this one that were finished, but too late to be trained on."""
+
     @property
     def group_id(self) -> GroupId:
         return GroupId(f"{self.prompt.prompt_id}/e{self.prompt.epoch}/a{self.attempt}")

@@ -198,6 +198,18 @@ def test_a_prompt_whose_group_came_too_late_is_tried_again_but_never_quarantined
     assert buffer.quarantined == frozenset()
 
 
+def test_a_group_that_came_too_late_does_not_count_as_a_failure_of_its_prompt():
+    buffer = RolloutBuffer(limits(max_head_offpolicyness=0, max_group_attempts=2))
+    finish(buffer, buffer.admit(prompt(5)), version=0)
+    buffer.drop_stale(version=V1)
+    retry = buffer.admit_pending()
+    assert len(buffer.on_failed(retry.group_id, 0, "reward", "returned nan")) == 1
+    assert buffer.quarantined == frozenset()
+    retry = buffer.admit_pending()
+    commands = buffer.on_failed(retry.group_id, 0, "reward", "returned nan")
+    assert commands[1] == QuarantinePrompt(prompt(5).prompt_id, "reward: returned nan")
+
+
 @pytest.mark.case("T-B58")
 def test_the_age_of_a_group_is_that_of_its_oldest_token():
     buffer = RolloutBuffer(limits(max_head_offpolicyness=0, batch_size=2))
