@@ -94,6 +94,20 @@ class Accounts(RuleBasedStateMachine):
             self.buffer.on_failed(group.group_id, index, kind, "")
             self.leave(group)
 
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), kind=st.sampled_from(["engine", "timeout", "reward", "lease"]))
+    def fail_a_sample_whose_sibling_has_finished(self, data, kind):
+        """Left to single steps, that is as good as never drawn."""
+        group = data.draw(st.sampled_from(list(self.open)))
+        states = self.open[group]
+        if "finished" not in states:
+            if states[0] == "enqueued":
+                self.buffer.on_started(group.group_id, 0, now=self.now)
+            self.finish(group, 0, age=0)
+        other = 1 - self.open[group].index("finished")
+        self.buffer.on_failed(group.group_id, other, kind, "")
+        self.leave(group)
+
     @precondition(lambda self: self.gone)
     @rule(data=st.data())
     def hear_late_news(self, data):

@@ -85,13 +85,14 @@ async def test_one_of_128_that_never_works_is_given_up_replaced_and_accounted(tm
         for row in range(16):
             run.runner.start(buffer.admit(prompt(row)))
         num_handled = 0
-        while buffer.num_complete < 128:
-            for event in run.events[num_handled:]:
-                num_handled += 1
-                handle(event, buffer, run.runner)
-            for _ in range(buffer.num_admissible(serving_version=PolicyVersion(0))):
-                run.runner.start(buffer.admit_pending())
-            await clock.sleep(0.5)
+        with anyio.fail_after(60):
+            while buffer.num_complete < 128:
+                for event in run.events[num_handled:]:
+                    num_handled += 1
+                    handle(event, buffer, run.runner)
+                for _ in range(buffer.num_admissible(serving_version=PolicyVersion(0))):
+                    run.runner.start(buffer.admit_pending())
+                await clock.sleep(0.5)
     assert buffer.take_batch(version=PolicyVersion(0)) is not None
     assert buffer.counts.running == 0
     assert buffer.dropped_by_reason == {"engine": 1, "sibling": 7}
