@@ -29,7 +29,8 @@ class RunControlConfig(Config, frozen=True, kw_only=True):
     """Stop after this training step. At least one of total_steps, epochs, max_run_s is set."""
 
     epochs: PositiveCount | None = None
-    """Stop when every prompt has been trained on this many times."""
+    """Stop when every prompt has been trained on this many times, but for those that keep failing;
+    a last batch that is not full takes prompts of the next epoch."""
 
     max_run_s: Seconds | None = None
     """Stop, with a save, after this many seconds of wall time in one process's life."""

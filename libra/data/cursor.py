@@ -62,11 +62,15 @@ class Cursor:
 
     def next(self) -> PromptRef | None:
         """The next visit; None when `max_visits` rows have been handed out."""
-        if self._position == len(self._rows):
-            self._go_to(epoch=self._epoch + 1, position=0)
         num_visits = self._epoch * len(self._rows) + self._position
         if self._max_visits is not None and num_visits >= self._max_visits:
             return None
+        return self.next_beyond()
+
+    def next_beyond(self) -> PromptRef:
+        """The next visit, whether or not `max_visits` rows have been handed out."""
+        if self._position == len(self._rows):
+            self._go_to(epoch=self._epoch + 1, position=0)
         row = int(self._rows[self._order[self._position]])
         self._position += 1
         return PromptRef(PromptId(f"row-{row}"), row, self._epoch)

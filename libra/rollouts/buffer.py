@@ -122,6 +122,11 @@ class RolloutBuffer:
         """Trajectories of complete groups, fresh or not."""
         return sum(len(g.trajectories) for g in self._complete.values())
 
+    @property
+    def num_groups_present(self) -> int:
+        """Complete, in progress, or to be tried again."""
+        return len(self._complete) + len(self._open) + len(self._pending)
+
     def oldest_wait(self) -> tuple[GroupId, float] | None:
         """The running group that has been silent longest, and since when."""
         waits = ((g.oldest_renewal_at, i) for i, g in self._open.items())

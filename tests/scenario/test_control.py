@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from control_runs import A, B, run_until, started
 from control_world import RandomWorld
+from libra.errors import DataError
 from libra_supervisor import events
 from libra_supervisor.loop.cycle import Phase
 
@@ -187,6 +188,36 @@ def test_a_run_over_a_fixed_number_of_epochs_ends_when_no_batch_can_be_filled():
     assert world.ended.exit_code == 0
     # Two epochs of 5 prompts make 10 groups; a batch takes 2.
     assert len(world.trained) == 5
+
+
+@pytest.mark.case("T-B41")
+@pytest.mark.parametrize("seed", range(5))
+def test_a_last_batch_that_lacks_prompts_that_keep_failing_is_filled_from_the_next_epoch(seed):
+    world = started(total_steps=None, epochs=1)
+    world.hopeless = frozenset({"p1", "p2"})
+    world.run(Random(seed))
+    assert world.ended is not None
+    assert world.ended.exit_code == 0
+    # Three prompts are left of five, and a batch takes two.
+    assert len(world.trained) == 2
+    assert world.ended.reason == "every epoch is done; left out: 2 prompts that kept failing"
+    assert world.control.desk.num_complete == 0
+
+
+def test_of_epochs_without_a_loss_every_prompt_is_trained_on_as_often():
+    world = started(total_steps=None, epochs=2)
+    world.run(Random(3))
+    assert world.ended is not None
+    assert world.ended.reason == "every epoch is done"
+    assert world.control.desk.counts.submitted == world.control.desk.counts.consumed
+
+
+@pytest.mark.case("T-B41")
+def test_epochs_in_which_every_prompt_keeps_failing_are_no_success():
+    world = started(total_steps=None, epochs=1)
+    world.hopeless = frozenset({"p0", "p1", "p2", "p3", "p4"})
+    with pytest.raises(DataError, match="all 5 prompts failed 3 times each"):
+        world.run(Random(2))
 
 
 @pytest.mark.case("T-B80")

@@ -58,9 +58,12 @@ class ListCursor:
         self._visit = 0
 
     def next(self) -> PromptRef | None:
-        epoch, row = divmod(self._visit, self.num_prompts)
-        if self._epochs is not None and epoch >= self._epochs:
+        if self._epochs is not None and self._visit >= self._epochs * self.num_prompts:
             return None
+        return self.next_beyond()
+
+    def next_beyond(self) -> PromptRef:
+        epoch, row = divmod(self._visit, self.num_prompts)
         self._visit += 1
         return PromptRef(PromptId(f"p{row}"), row, epoch)
 

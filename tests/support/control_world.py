@@ -535,6 +535,9 @@ class RandomWorld(World):
 
     failure_chance = 0.0
 
+    hopeless: frozenset[str] = frozenset()
+    """Prompts whose every sample is without a reward."""
+
     is_disk_stuck = False
     """Checkpoints are begun and do not get done."""
 
@@ -564,7 +567,10 @@ class RandomWorld(World):
             self.post(event)
             return
         group, index = event.group, event.index
-        if rng.random() < self.failure_chance:
+        if group.prompt.prompt_id in self.hopeless:
+            failed = SampleFailed("reward", "returned None")
+            self.post(events.SampleGaveUp(group.group_id, index, failed))
+        elif rng.random() < self.failure_chance:
             failed = SampleFailed("engine", "connection reset")
             self.post(events.SampleGaveUp(group.group_id, index, failed))
         else:

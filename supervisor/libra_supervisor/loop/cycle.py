@@ -115,7 +115,7 @@ class Cycle:
         self._evaluating: PolicyVersion | None = None
         self._evaluated: PolicyVersion | None = None
         self._stop_reason: str | None = None
-        self._is_data_exhausted = False
+        self._end_of_data: str | None = None
         self._is_hold_wanted = False
         self._is_reshape_wanted = False
 
@@ -284,9 +284,12 @@ class Cycle:
             return (Reshape(),)
         return self._save_or_go_on(now)
 
-    def on_data_exhausted(self, *, now: float) -> tuple[Command, ...]:
-        """No further batch can ever be filled (the wanted epochs are over)."""
-        self._is_data_exhausted = True
+    def on_data_exhausted(self, left_out: str = "", *, now: float) -> tuple[Command, ...]:
+        """No further batch can ever be filled: the wanted epochs are over.
+
+        `left_out` says what of them was not trained on.
+        """
+        self._end_of_data = "every epoch is done" + (f"; left out: {left_out}" if left_out else "")
         return self._wake(now)
 
     def on_stop_requested(self, reason: str, *, now: float) -> tuple[Command, ...]:
@@ -331,8 +334,8 @@ class Cycle:
             return self._stop_reason
         if limits.total_steps is not None and self._step >= limits.total_steps:
             return f"total_steps {limits.total_steps} reached"
-        if self._is_data_exhausted:
-            return "every epoch is done"
+        if self._end_of_data is not None:
+            return self._end_of_data
         if limits.deadline is not None and now >= limits.deadline:
             return "max_run_s reached"
         return None

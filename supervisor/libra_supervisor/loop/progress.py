@@ -95,7 +95,8 @@ def _take_batch(state: RunState, at: Moment) -> tuple[Command, ...]:
     if groups is None:
         if not state.desk.is_exhausted:
             return ()
-        return state.follow(state.cycle.on_data_exhausted(now=at.now), at)
+        left_out = state.desk.end_of_data()
+        return state.follow(state.cycle.on_data_exhausted(left_out, now=at.now), at)
     return train_on(state, groups, at)
 
 

@@ -29,6 +29,9 @@ class Cursor(Protocol):
     def next(self) -> PromptRef | None:
         """The next visit, None when the wanted epochs are over."""
 
+    def next_beyond(self) -> PromptRef:
+        """The next visit, whether or not they are."""
+
     def dump(self) -> bytes:
         """What `restore` takes."""
 
@@ -61,10 +64,24 @@ class RolloutDesk:
 
     @property
     def is_exhausted(self) -> bool:
-        """True when no further batch can be filled: the data is over and nothing runs."""
+        """True when the data is over, and of what it gave nothing is left to train on."""
+        return self._is_cursor_done and self._is_idle and self.num_complete == 0
+
+    @property
+    def _is_idle(self) -> bool:
         counts = self._buffer.counts
-        is_idle = counts.enqueued + counts.running == 0 and not self._buffer.state().pending
-        return self._is_cursor_done and is_idle and self.num_complete < self._limits.batch_size
+        return counts.enqueued + counts.running == 0 and not self._buffer.state().pending
+
+    def end_of_data(self) -> str:
+        """What was left out of the data that is over; empty for nothing.
+
+        Raises DataError when that is every prompt.
+        """
+        self._buffer.check_prompts_left(self._cursor.num_prompts)
+        num_flat = self.dropped_by_reason.get("flat", 0) // self._limits.n_samples
+        parts = {"prompts that kept failing": len(self._buffer.quarantined)}
+        parts["groups of equal rewards"] = num_flat
+        return ", ".join(f"{number} {what}" for what, number in parts.items() if number)
 
     def oldest_wait(self) -> tuple[GroupId, float] | None:
         return self._buffer.oldest_wait()
@@ -85,15 +102,26 @@ class RolloutDesk:
         for _ in range(self._buffer.num_admissible(serving_version=serving_version)):
             group = self._buffer.admit_pending()
             while group is None:
-                prompt = self._cursor.next()
+                prompt = self._next_prompt()
                 if prompt is None:
-                    self._is_cursor_done = True
                     return tuple(commands)
                 group = self._buffer.admit(prompt)
                 if group is None:
                     self._buffer.check_prompts_left(self._cursor.num_prompts)
             commands.append(StartGroup(group))
         return tuple(commands)
+
+    def _next_prompt(self) -> PromptRef | None:
+        """The next visit, beyond the wanted ones where the last batch cannot be filled with them.
+
+        Prompts that keep failing leave it incomplete.
+        """
+        prompt = self._cursor.next()
+        if prompt is not None:
+            return prompt
+        self._is_cursor_done = True
+        is_lacking = self._buffer.num_groups_present < self.num_groups_wanted
+        return self._cursor.next_beyond() if is_lacking and self.num_complete else None
 
     def take_batch(self, trainer_version: PolicyVersion) -> tuple[CompleteGroup, ...] | None:
         """The batch that a trainer at `trainer_version` trains on next, or None."""
