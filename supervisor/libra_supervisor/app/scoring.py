@@ -1,6 +1,7 @@
 """The reward pool of a configuration, and rewards of its rows without any engine."""
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +16,7 @@ from libra.config.data import DataConfig
 from libra.config.run import RunConfig
 from libra.data.dataset import PromptDataset
 from libra.data.task import Task
-from libra.errors import DataError
+from libra.errors import ConfigError, DataError, ungrouped
 from libra.ids import RunId
 from libra.rewards.case import RewardCase
 from libra.rewards.coercion import RewardFailed
@@ -136,13 +137,45 @@ async def _scored(
     cases: list[RewardCase], data: DataConfig, directory: Path, environ: Mapping[str, str]
 ) -> list[float | RewardFailed]:
     """The outcome of every case, in order."""
-    run_id = RunId(f"score-{uuid4()}")
     outcomes: list[float | RewardFailed] = [RewardFailed("not scored")] * len(cases)
-    become_subreaper()
 
     async def score(index: int) -> None:
         outcomes[index] = await pool.score(cases[index])
 
+    async with _pool(data, directory, environ) as pool, anyio.create_task_group() as scores:
+        for index in range(len(cases)):
+            scores.start_soon(score, index)
+    return outcomes
+
+
+def check_reward(data: DataConfig, environ: Mapping[str, str]) -> None:
+    """Load the reward in a worker, as a run does: blocks, and takes as long as a worker's start.
+
+    Raises ConfigError for a reward that cannot be loaded, and ChildError for a worker that does not
+    start.
+    """
+    try:
+        with ungrouped():
+            anyio.run(_try_worker, data, environ, backend_options={"use_uvloop": True})
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(text if text.startswith("reward") else f"reward: {text}") from error
+
+
+async def _try_worker(data: DataConfig, environ: Mapping[str, str]) -> None:
+    one = msgspec.structs.replace(data, reward_workers=1)
+    with TemporaryDirectory(prefix="libra-reward-") as directory:
+        async with _pool(one, Path(directory), environ) as pool:
+            await pool.wait_ready()
+
+
+@asynccontextmanager
+async def _pool(
+    data: DataConfig, directory: Path, environ: Mapping[str, str]
+) -> AsyncGenerator[RewardPool]:
+    """Reward workers outside a run."""
+    run_id = RunId(f"score-{uuid4()}")
+    become_subreaper()
     async with open_log_relay(directory, run_id=run_id, env=environ, post=_ignore) as logs:
         spawner = LinuxSpawner(run_id=run_id, logs=logs, kernel=Linux(), cgroups=None)
         pool = reward_pool_of(
@@ -150,11 +183,8 @@ async def _scored(
         )
         async with anyio.create_task_group() as workers:
             workers.start_soon(pool.run)
-            async with anyio.create_task_group() as scores:
-                for index in range(len(cases)):
-                    scores.start_soon(score, index)
+            yield pool
             workers.cancel_scope.cancel()
-    return outcomes
 
 
 async def _ignore(_event: ChildEvent) -> None:

@@ -7,11 +7,13 @@ import anyio
 import msgspec
 
 from libra.config.load import LoadedConfig, current_environ, load_config
+from libra.config.run import RunConfig
 from libra.planner.demand import observed_demand
 from libra.planner.plan import Plan, places_in_words, plan_in_words
 from libra.planner.render import render_plan
 from libra.planner.search import plan as planned
 from libra_supervisor.app.launch import RUNS, on_nodes
+from libra_supervisor.app.scoring import check_reward
 from libra_supervisor.doctor import probes
 from libra_supervisor.doctor.checks import check_site
 from libra_supervisor.doctor.devices import cpu_cores, cuda_devices, resolved_device
@@ -25,6 +27,7 @@ from libra_supervisor.run_directory import RunDirectory
 from libra_supervisor.validate import verb as validation
 from libra_supervisor.validate.dataset import summarize_dataset
 from libra_supervisor.validate.memory import estimate_memory
+from libra_supervisor.validate.ports import DatasetSummary
 
 ENVIRONMENT = 5
 
@@ -37,9 +40,14 @@ def validate(options: Namespace) -> int:
         purpose=options.purpose,
         as_json=options.as_json,
     )
-    summarize = summarize_dataset if options.data else None
+
+    def summarize(config: RunConfig) -> DatasetSummary:
+        check_reward(config.data, request.environ)
+        return summarize_dataset(config)
+
+    summarized = summarize if options.data else None
     return _print(
-        validation.validate(request, summarize_dataset=summarize, estimate_memory=estimate_memory)
+        validation.validate(request, summarize_dataset=summarized, estimate_memory=estimate_memory)
     )
 
 

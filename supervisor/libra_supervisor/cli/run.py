@@ -26,6 +26,7 @@ from libra_supervisor.app.launch import (
 )
 from libra_supervisor.app.prompts import Prompts, open_prompts
 from libra_supervisor.app.run import run_to_end
+from libra_supervisor.app.scoring import check_reward
 from libra_supervisor.display.console import display_on
 from libra_supervisor.doctor.devices import cuda_devices, resolved_device
 from libra_supervisor.nodes.site import Site, site_of
@@ -150,8 +151,9 @@ def _run(  # noqa: PLR0915 - the steps of a start, in their order
 
 
 def _opened(launch: Launch) -> Prompts:
-    """Everything of the user's that is read in this process, checked before anything is started."""
+    """Everything of the user's that is read, checked before anything of the run is started."""
     data = launch.config.data
+    check_reward(data, launch.environ)
     prompts = open_prompts(launch.config)
     is_plain = not prompts.dataset.task(int(prompts.dataset.rows[0])).messages
     if warning := warning_of(

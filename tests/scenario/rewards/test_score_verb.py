@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from config_files import write_run
 from libra_supervisor.cli.main import main
 from tokenizer_dirs import write_tokenizer
 
+SUPPORT = Path(__file__).parents[2] / "support"
 ROWS = [
     {"prompt": "H", "answer": "4", "tried": "the answer is 4"},
     {"prompt": "A", "answer": "5", "tried": "6"},
@@ -59,8 +61,7 @@ def test_a_field_of_the_rows_can_be_the_response(configured, capsys):
 
 
 def test_rows_without_a_reward_say_why_and_fail_the_verb(configured, capsys, monkeypatch):
-    support = Path(__file__).parents[2] / "support"
-    monkeypatch.setenv("PYTHONPATH", str(support), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
     code, out, err = score(configured, capsys, "-o", "reward=hostile_rewards:by_name")
     assert code == 2
     assert out.count("failed: KeyError: ") == 3
@@ -74,4 +75,37 @@ def test_a_reward_that_cannot_be_loaded_is_one_message_and_nothing_stays(
     assert (code, out) == (2, "")
     assert "importing no_such_module failed" in err
     assert err.count("\n") == 1
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+UNUSABLE = [
+    (("reward=hostile_rewards:nothere",), "reward: .*has no function nothere"),
+    (("reward=no_such_module:x",), "reward: .*importing no_such_module failed"),
+    (("reward=exact_match", "reward_args={limt: 3}"), "reward_args: .*'limt'"),
+    (("workflow=multi_turn",), "workflow_args: .*'tools'"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "why"), UNUSABLE)
+def test_code_that_cannot_be_used_is_not_valid(configured, capsys, monkeypatch, overrides, why):
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
+    config, data = configured
+    options = [part for text in overrides for part in ("-o", text)]
+    where = (str(config), "-o", f"train_data={data}")
+    assert main(["validate", "--data", *where, *options]) == 2
+    said = capsys.readouterr().err
+    assert re.search(rf"^  (.*: )?{why}", said, re.MULTILINE), said
+    assert "workflow: reward" not in said
+    # Nor does it leave a run that only --resume would go on with.
+    run_dir = data.parent / "run"
+    assert main(["run", *where, "-o", "device=cpu", *options, "--run-dir", str(run_dir)]) == 2
+    assert re.search(why, capsys.readouterr().err)
+    assert not run_dir.exists()
+    assert list((data.parent / "temporary").iterdir()) == []
+
+
+def test_code_that_can_be_used_is_valid(configured, capsys, tmp_path):
+    config, data = configured
+    assert main(["validate", "--data", str(config), "-o", f"train_data={data}"]) == 0
+    assert "3 rows, 0 skipped" in capsys.readouterr().out
     assert list((tmp_path / "temporary").iterdir()) == []
