@@ -21,20 +21,21 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     """How rewards of a group become advantages; the formulas are in libra.algorithms.advantage."""
 
     advantage_eps: PositiveFloat = 1e-6
-    """Added to the standard deviation."""
+    """Added to the standard deviation (grpo, grpo_population_std and loo_std)."""
 
     policy_loss: Literal["ppo_clip", "gspo", "cispo"] = "ppo_clip"
     """Surrogate objective: token ratios clipped (ppo_clip), sequence ratios (gspo), or clipped
     weights with the gradient kept (cispo)."""
 
     clip_ratio_low: PositiveFloat = 0.2
-    """How far below 1 the ratio may count; 0.2 is PPO's."""
+    """How far below 1 the ratio may count; 0.2 is PPO's. cispo has no lower bound."""
 
     clip_ratio_high: PositiveFloat = 0.2
     """How far above 1 the ratio may count; 0.28 with clip_ratio_low 0.2 is DAPO's clip-higher."""
 
     clip_ratio_dual: NonNegativeFloat = 0.0
-    """Dual clip: cap of loss over |advantage| for negative advantages; 0 turns it off."""
+    """Dual clip: cap of loss over |advantage| for negative advantages; 0 turns it off. Not with
+    cispo."""
 
     loss_agg_mode: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"

@@ -26,6 +26,11 @@ PLANNER = "global_resource_planner"
         ("eval_data: d.jsonl\nrollout_weight_sync_mode: none\nmax_head_offpolicyness: .inf",
          "eval_data"),
         ("megatron_optimizer_offload_fraction: 0.5", "megatron_optimizer_offload_fraction"),
+        ("policy_loss: cispo\nclip_ratio_dual: 3", "clip_ratio_dual"),
+        ("policy_loss: cispo\nclip_ratio_low: 0.1", "clip_ratio_low"),
+        ("advantage: dr_grpo\nadvantage_eps: 0.1", "advantage_eps"),
+        ("advantage: rloo\nadvantage_eps: 0.1", "advantage_eps"),
+        ("advantage: maxrl\nadvantage_eps: 0.1", "advantage_eps"),
     ],
 )  # fmt: skip
 def test_an_option_of_another_choice_is_refused(text: str, path: str):
@@ -55,6 +60,18 @@ def test_an_option_of_another_choice_is_refused(text: str, path: str):
 )  # fmt: skip
 def test_a_tunable_of_what_is_off_is_warned_about(text: str, path: str):
     assert path in warnings_of(text)
+    assert not broken_rules(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "policy_loss: cispo\nclip_ratio_high: 0.5",
+        "policy_loss: gspo\nclip_ratio_low: 0.1\nclip_ratio_dual: 3",
+        *(f"advantage: {name}\nadvantage_eps: 0.1" for name in ("grpo_population_std", "loo_std")),
+    ],
+)
+def test_what_an_objective_reads_may_be_set(text: str):
     assert not broken_rules(text)
 
 

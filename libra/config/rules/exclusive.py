@@ -33,6 +33,10 @@ def _is_not(value: Any) -> Callable[[Any], bool]:
     return lambda found: found != value
 
 
+def _is_one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda found: found in values
+
+
 def _contains(value: Any) -> Callable[[Any], bool]:
     return lambda found: value in found
 
@@ -99,6 +103,14 @@ CHOICES: Final = (
     ),
     Dependence(
         ("rollout_weight_pause_mode",), "rollout_weight_reload_method", _is("inplace"), "inplace"
+    ),
+    # Its ratios have an upper bound only, which keeps every token's gradient.
+    Dependence(("clip_ratio_low", "clip_ratio_dual"), "policy_loss", _is_not("cispo"), "not cispo"),
+    Dependence(
+        ("advantage_eps",),
+        "advantage",
+        _is_one_of("grpo", "grpo_population_std", "loo_std"),
+        "grpo, grpo_population_std or loo_std",
     ),
 )
 """Set under another choice: an error."""
