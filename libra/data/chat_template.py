@@ -98,9 +98,18 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    # Jinja's own filter escapes for HTML, which models were not trained on.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML, which models were not trained on. The signature is that
+    # of transformers.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> NoReturn:

@@ -123,4 +123,7 @@ def _conversation(prompt: object, fields: PromptFields) -> tuple[tuple[dict[str,
 def _message(message: object, index: int, field: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RowRefusedError(f"{field}[{index}] is not a message with a role")
+    calls_tools = message["role"] == "assistant" and message.get("tool_calls")
+    if message.get("content") is None and not calls_tools:
+        raise RowRefusedError(f"{field}[{index}] has no content")
     return message

@@ -101,14 +101,34 @@ ADDING = (
     "{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
 )
 
+CALLS = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+
+
+@pytest.mark.case("T-B39")
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {**CALLS, "role": "user"},
+    ],
+)
+def test_a_message_without_content_is_a_bad_row_unless_it_calls_tools(tmp_path, tokenizer, message):
+    rows = [{"prompt": [*USER, message], "answer": ""}, {"prompt": [*USER, CALLS], "answer": ""}]
+    with pytest.raises(DataError, match=r"1 rows(?s:.*)x\.jsonl:1:1: prompt\[1\] has no content"):
+        dataset(tmp_path, tokenizer, rows)
+    assert dataset(tmp_path, tokenizer, rows, on_bad_row="skip").rows.tolist() == [1]
+
 
 @pytest.mark.case("T-B39")
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
         ({"role": "user", "content": 5}, 'TypeError: can only concatenate str (not "int")'),
-        ({"role": "user", "content": None}, 'TypeError: can only concatenate str (not "NoneType")'),
-        ({"role": "user"}, "has no attribute 'content'"),
+        ({**CALLS, "content": None}, 'TypeError: can only concatenate str (not "NoneType")'),
+        (CALLS, "has no attribute 'content'"),
         ({"role": "robot", "content": "x"}, "no robots"),
     ],
 )
@@ -232,6 +252,21 @@ def test_templates_may_use_what_published_ones_use():
     template = ChatTemplate(source, {"bos_token": "<s>"}, origin="tokenizer")
     messages = [{"role": "skip", "content": "no"}, {"role": "user", "content": "<é>"}]
     assert template.render(messages, tools=[{"name": "<é>"}]) == '<s><é>[{"name": "<é>"}]4'
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("", '{"b": "é", "a": [1]}'),
+        ("(indent=1)", '{\n "b": "é",\n "a": [\n  1\n ]\n}'),
+        ("(ensure_ascii=true)", '{"b": "\\u00e9", "a": [1]}'),
+        ("(sort_keys=true, separators=(',', ':'))", '{"a":[1],"b":"é"}'),
+        ("(true, 1)", '{\n "b": "\\u00e9",\n "a": [\n  1\n ]\n}'),
+    ],
+)
+def test_json_in_templates_takes_the_options_of_transformers(options, text):
+    template = ChatTemplate(f"{{{{ tools | tojson{options} }}}}", {}, origin="tokenizer")
+    assert template.render([], tools={"b": "é", "a": [1]}) == text
 
 
 def test_lines_of_a_template_that_hold_only_a_statement_leave_nothing():
