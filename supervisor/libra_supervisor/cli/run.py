@@ -92,13 +92,15 @@ def _run(  # noqa: PLR0915 - the steps of a start, in their order
     """`begin` prepares the run's directory, which is held, before anything is started."""
     environ = current_environ()
     loaded = load_config(options.config, options.overrides, environ, shipped=shipped_names())
-    for warning in loaded.warnings:
-        sys.stderr.write(f"warning: {warning}\n")
     site = site_of(
         loaded.config.cluster,
         loaded.environment,
         node_rank=getattr(options, "node_rank", None),
     )
+    if options.resume and (site is None or site.leads):
+        _say_if_nothing_to_resume(options)
+    for warning in loaded.warnings:
+        sys.stderr.write(f"warning: {warning}\n")
     token = "" if site is None else _shared_token(options, loaded)
     if site is not None and not site.leads:
         if options.dry_run:
@@ -148,6 +150,21 @@ def _run(  # noqa: PLR0915 - the steps of a start, in their order
     if outcome.exit_code:
         sys.stderr.write(f"libra-supervisor {options.verb}: {outcome.reason}\n")
     return outcome.exit_code
+
+
+def _say_if_nothing_to_resume(options: Namespace) -> None:
+    """Before anything else: a name that was mistyped would train from step 1 without a word.
+
+    No error, since units and job scripts always pass --resume. Without --run-dir it is one.
+    """
+    if options.run_dir is None:
+        return
+    directory = RunDirectory(options.run_dir.resolve())
+    if not directory.resolved_config_json.exists():
+        sys.stderr.write(
+            f"warning: --resume: {directory.root} holds no run; A NEW RUN BEGINS there at step 1. "
+            "If you meant to go on with one, stop this and name its --run-dir\n"
+        )
 
 
 def _opened(launch: Launch) -> Prompts:
