@@ -167,6 +167,8 @@ def go_on(config, world, directory, action) -> list[dict[str, float]]:
         probe_logprobs(trainer, (1, 2, 3))
         restore_checkpoint(trainer, checkpoint)
     assert trainer.learner.progress.step == SAVED_STEP
+    if config.algorithm.kl_coefficient:
+        check_reference(trainer, config)
     metrics = [train(trainer, step) for step in range(SAVED_STEP + 1, LAST_STEP + 1)]
     if action == "save":
         # Written when training is three steps further: those must not be in it.
@@ -174,6 +176,34 @@ def go_on(config, world, directory, action) -> list[dict[str, float]]:
         staged.write()
         assert num_host_bytes(trainer) == num_bytes
     return metrics
+
+
+def check_reference(trainer, config) -> None:
+    """The KL reference is the base model, and no longer the policy."""
+    from libra.trainer.assembly import assemble
+
+    of_base = logprobs(trainer, assemble(config, trainer.world, beat=no_beat).backend)
+    of_reference = logprobs(trainer, trainer.backend.reference)
+    assert of_reference == of_base
+    differences = [a - b for a, b in zip(logprobs(trainer, trainer.backend), of_base, strict=True)]
+    assert not of_base or max(map(abs, differences)) > 1e-3
+
+
+def logprobs(trainer, scorer) -> list[float]:
+    """Of some sampled tokens, on the last stage."""
+    from libra.trainer.batch import decode_mini_batch, micro_batches
+    from libra.trainer.head import Sampling
+
+    command = train_step(1, [make_samples(9, 4, VOCAB_SIZE)], dp_rank=0, dp_size=1)
+    samples = decode_mini_batch(
+        command.mini_batches[0],
+        aggregation="token-mean",
+        horizon_tokens=32,
+        vocab_size=VOCAB_SIZE,
+    )
+    batches = micro_batches(samples, rows=4, arrangement=trainer.backend.arrangement)
+    scores = scorer.logprobs(batches, sampling=Sampling(1.0), beat=lambda: None)
+    return [value for score in scores for value in score.tolist()]
 
 
 def num_host_bytes(trainer) -> int:
