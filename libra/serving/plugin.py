@@ -1,10 +1,11 @@
-"""vLLM general plugin: methods of the engine process, transfers of weights, waiting.
+"""vLLM general plugin: methods of the engine process, transfers of weights, waiting, experts.
 
 vLLM loads it in every process through the entry point in `plugin_path/`. It uses only
 `EngineCore.scheduler.requests` and `Request.num_output_tokens`, which vLLM 0.22 and 0.32 both
 have. `EngineCore` utility calls are looked up by name, so a method added here can be called.
 """
 
+from functools import wraps
 from typing import Any
 
 BEGIN_VERSION = "libra_begin_version"
@@ -23,6 +24,7 @@ def register() -> None:
 
     if current_platform.is_cpu():
         wait_without_yielding()
+        pack_experts_anew()
     if not hasattr(EngineCore, BEGIN_VERSION):
         # By name: torch and the group's code are loaded only where weights are transferred.
         WeightTransferEngineFactory.register_engine(
@@ -43,6 +45,28 @@ def wait_without_yielding() -> None:
     from vllm.distributed import utils  # noqa: PLC0415 - only where vLLM is
 
     utils.USE_SCHED_YIELD = False
+
+
+def pack_experts_anew() -> None:
+    """Have experts that are loaded again be packed as they were the first time.
+
+    On CPU vLLM 0.32 pads and packs them once, when it makes their kernel, and copies those of later
+    versions as they come over the packed ones: an error where sizes differ, else other weights.
+    """
+    from vllm.model_executor.layers.fused_moe import (  # noqa: PLC0415 - only where vLLM is
+        unquantized_fused_moe_method as experts,
+    )
+
+    set_up = experts.UnquantizedFusedMoEMethod._setup_kernel  # noqa: SLF001 - vLLM has no other way
+    if hasattr(set_up, "__wrapped__"):
+        return
+
+    @wraps(set_up)
+    def set_up_anew(method: Any, *arguments: Any, **named: Any) -> None:
+        method.moe_kernel = None
+        set_up(method, *arguments, **named)
+
+    experts.UnquantizedFusedMoEMethod._setup_kernel = set_up_anew  # noqa: SLF001
 
 
 def begin_version(core: Any, version: int) -> dict[str, int]:

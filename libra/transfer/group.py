@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -209,7 +210,8 @@ def _connected(signals: Signals, place: Place, *, stall_s: float, beat: Beat) ->
     # A store of its own, since a wait in one lets nobody else look at it.
     store = dist.PrefixStore("group", signals.store.clone())
     store.set_timeout(timedelta(seconds=FORM_TIMEOUT_S))
-    connect = _nccl if place.device.type == "cuda" else _gloo
+    is_given_up = threading.Event()
+    connect = partial(_nccl, is_given_up) if place.device.type == "cuda" else _gloo
     result: list[Any] = []
 
     def connect_now() -> None:
@@ -219,12 +221,16 @@ def _connected(signals: Signals, place: Place, *, stall_s: float, beat: Beat) ->
             result.append(error)
 
     threading.Thread(target=connect_now, daemon=True).start()
-    signals.wait(
-        lambda: bool(result),
-        timeout_s=FORM_TIMEOUT_S,
-        what="connecting to all members of a transfer",
-        beat=beat,
-    )
+    try:
+        signals.wait(
+            lambda: bool(result),
+            timeout_s=FORM_TIMEOUT_S,
+            what="connecting to all members of a transfer",
+            beat=beat,
+        )
+    except BaseException:
+        is_given_up.set()
+        raise
     if isinstance(error := result[0], RuntimeError):
         raise TransferAbortedError(f"the group was not formed: {_first(error)}") from error
     return result[0]
@@ -238,7 +244,7 @@ def _gloo(store: Any, place: Place, stall_s: float) -> Any:
     return dist.ProcessGroupGloo(store, place.rank, place.world_size, options)
 
 
-def _nccl(store: Any, place: Place, stall_s: float) -> Any:
+def _nccl(is_given_up: threading.Event, store: Any, place: Place, stall_s: float) -> Any:
     del stall_s  # our own waits keep it
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = LONGEST  # noqa: SLF001
@@ -250,7 +256,7 @@ def _nccl(store: Any, place: Place, stall_s: float) -> Any:
     try:
         backend = dist.ProcessGroupNCCL(store, place.rank, place.world_size, options)
         backend.eager_connect_single_device(place.device)
-        _first_broadcast(backend, place.device)
+        _first_broadcast(backend, place.device, is_given_up)
     finally:
         if before is None:
             del os.environ[name]  # noqa: TID251
@@ -259,19 +265,18 @@ def _nccl(store: Any, place: Place, stall_s: float) -> Any:
     return backend
 
 
-def _first_broadcast(backend: Any, device: torch.device) -> None:
-    """Have NCCL connect the members now. Raises RuntimeError after FORM_TIMEOUT_S.
+def _first_broadcast(backend: Any, device: torch.device, is_given_up: threading.Event) -> None:
+    """Have NCCL connect the members now. Raises RuntimeError when nobody waits for it any more.
 
     It leaves this to the first collective, which does not return while a member stands still, and
-    whoever called it hears of no abort.
+    whoever called it hears of no abort. What waits on the device until then would hold up whoever
+    waits for the device.
     """
     work = backend.broadcast([torch.zeros(1, device=device)], _from_rank_0())
-    deadline = clock.monotonic() + FORM_TIMEOUT_S
     while not work.is_completed():
-        if clock.monotonic() >= deadline:
+        if is_given_up.wait(POLL_S):
             _leave(backend, [work])
-            raise RuntimeError(f"nothing came through for {FORM_TIMEOUT_S:g} s")
-        time.sleep(POLL_S)
+            raise RuntimeError("given up")
 
 
 def _from_rank_0() -> Any:

@@ -90,13 +90,16 @@ class FakeNccl:
         self.was_aborted.set()
 
 
-def nccl(monkeypatch, fake):
+def nccl(monkeypatch, fake, *, is_given_up=False):
     fakes = SimpleNamespace(
         ProcessGroupNCCL=lambda *_: fake, BroadcastOptions=dist.BroadcastOptions
     )
     fakes.ProcessGroupNCCL.Options = SimpleNamespace
     monkeypatch.setattr(group, "dist", fakes)
-    return group._nccl(None, Place(0, 2, CPU), 60.0)
+    given_up = threading.Event()
+    if is_given_up:
+        threading.Timer(0.1, given_up.set).start()
+    return group._nccl(given_up, None, Place(0, 2, CPU), 60.0)
 
 
 def test_nccl_connects_its_members_before_any_is_ready(monkeypatch):
@@ -105,10 +108,27 @@ def test_nccl_connects_its_members_before_any_is_ready(monkeypatch):
     assert (fake.calls, fake.looks) == (["connect", "broadcast 1 from 0"], -1)
 
 
-def test_a_member_that_stands_still_while_nccl_connects_ends_the_group(monkeypatch):
-    monkeypatch.setattr(group, "FORM_TIMEOUT_S", 0.05)
+def test_what_waits_on_the_device_goes_when_the_group_is_given_up(monkeypatch):
     fake = FakeNccl(looks=1_000_000)
-    with pytest.raises(RuntimeError, match=r"nothing came through for 0\.05 s"):
-        nccl(monkeypatch, fake)
+    with pytest.raises(RuntimeError, match="given up"):
+        nccl(monkeypatch, fake, is_given_up=True)
     assert fake.was_aborted.wait(30.0)
     assert fake in [backend for backend, _ in group._LEFT]
+
+
+def test_whoever_connects_hears_that_the_group_was_given_up(place, monkeypatch):
+    heard = threading.Event()
+
+    def connecting(is_given_up, *_):
+        is_given_up.wait(60.0)
+        heard.set()
+        raise RuntimeError("given up")
+
+    monkeypatch.setattr(group, "_nccl", connecting)
+    ours, theirs = place
+    theirs.count("joined", more=1)
+    threading.Timer(0.1, theirs.abort, ["vllm-0: its process was lost"]).start()
+    on_gpu = Place(0, 2, torch.device("cuda"))
+    with pytest.raises(TransferAbortedError, match="its process was lost"):
+        join(ours, on_gpu, timeout_s=60.0, stall_s=60.0, beat=beat)
+    assert heard.wait(30.0)
