@@ -56,17 +56,20 @@ def run(tmp_path):
     one.end()
 
 
+LARGE_BATCH = 128
 LAST_SERVER = (
     *("-o", "rollout_gpus=1", "-o", "heterogeneous_rollout.instances=[{tp: 1, count: 1}]"),
     *("-o", "global_resource_planner.elastic_hybrid_min_rollout_gpus=0"),
-    # Steps that take their time, and rollouts that run ahead of them.
-    *("-o", "batch_size=32", "-o", "micro_batch_size=1", "-o", "recompute_micro_batch_size=1"),
+    # Steps that take their time, and rollouts that run ahead of them. Few steps, too: weights come
+    # apart by rounding with every one of them.
+    *("-o", f"batch_size={LARGE_BATCH}", "-o", "micro_batch_size=1"),
+    *("-o", "recompute_micro_batch_size=1"),
 )
 
 
 def rollouts_ahead(run, num_batches):
     run.until_step(2, within_s=WITHIN_S)
-    run.until(lambda: run.status()["num_buffered"] >= 32 * num_batches, within_s=WITHIN_S)
+    run.until(lambda: run.status()["num_buffered"] >= LARGE_BATCH * num_batches, within_s=WITHIN_S)
 
 
 @pytest.fixture
@@ -194,7 +197,7 @@ def test_a_replica_that_is_killed_while_it_is_warm_takes_nothing_from_rollout(pr
 @pytest.mark.long
 def test_the_only_server_is_lent_and_comes_back_by_order_and_by_itself(run, tmp_path):
     run.start(*LAST_SERVER, "-o", "max_concurrent_rollouts=3200")
-    rollouts_ahead(run, 80)
+    rollouts_ahead(run, 20)
     lent = replanned(run, "--instances", "0", "--hybrids", "1")
     assert (lent.outcome, lent.stalled_s, lent.stopped) == ("done", 0.0, ("vllm-0",)), lent
     assert run.pids("vllm") == {}
@@ -205,7 +208,7 @@ def test_the_only_server_is_lent_and_comes_back_by_order_and_by_itself(run, tmp_
     assert (back.outcome, back.cause, back.detached) == ("done", "decision", (replica_id,)), back
     until_steps_more(run, 2)
     # The second time nobody orders it back.
-    rollouts_ahead(run, 60)
+    rollouts_ahead(run, 15)
     assert replanned(run, "--instances", "0", "--hybrids", "1").outcome == "done"
     again = ended(run, 4)
     assert (again.outcome, again.cause, again.stalled_s) == ("done", "starved", 0.0), again
@@ -222,7 +225,7 @@ def test_the_only_server_is_lent_and_comes_back_by_order_and_by_itself(run, tmp_
 def test_a_run_that_is_killed_while_its_only_server_is_lent_goes_on_with_it(run):
     options = (*LAST_SERVER, "-o", "max_concurrent_rollouts=3200")
     run.start(*options)
-    rollouts_ahead(run, 60)
+    rollouts_ahead(run, 15)
     assert replanned(run, "--instances", "0", "--hybrids", "1").outcome == "done"
     until_steps_more(run, 3)
     before = max(run.steps())
