@@ -6,17 +6,22 @@ manifest last, is on the disk. Megatron's shards in it are opaque here.
 
 import re
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from libra.errors import DataError
 from libra.storage.atomic import atomic_write
+from libra.storage.digest import hash_bytes
 from libra.storage.manifests import NOT_SEEN, NotVisibleYetError, verify_files
 from libra.weights.manifest import FileEntry
 
 CHECKPOINT_MANIFEST_NAME = "checkpoint.json"
 ROLLOUT_STATE_NAME = "rollout_state.msgpack"
 CHECKPOINT_FORMAT = 1
+OWN_HASH: Final = "own_xxh3_128"
+"""In the manifest, the hash of all else in it; the first checkpoints had none."""
+
 _STEP_DIRECTORY = re.compile(r"step_(\d{6,})")
 
 
@@ -136,23 +141,33 @@ def read_checkpoint_manifest(directory: Path) -> CheckpointManifest:
     """
     path = directory / CHECKPOINT_MANIFEST_NAME
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
+        fields = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        own_hash = fields.pop(OWN_HASH, None)
+        manifest = msgspec.convert(fields, CheckpointManifest)
     except OSError as error:
         kind = NotVisibleYetError if error.errno in NOT_SEEN else DataError
         raise kind(f"{path}: {error.strerror}; this checkpoint is not complete") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise DataError(f"{path}: broken checkpoint manifest: {error}") from error
     if manifest.format != CHECKPOINT_FORMAT:
         raise DataError(
             f"{path}: format {manifest.format}; this version of Libra reads {CHECKPOINT_FORMAT}"
         )
+    if own_hash is not None and own_hash != (found := _hash_of(fields)):
+        raise DataError(f"{path}: was changed: it hashes to {found} instead of {own_hash}")
     return manifest
 
 
 def write_checkpoint_manifest(directory: Path, manifest: CheckpointManifest) -> None:
     """Write the last file of a checkpoint, which makes the directory complete."""
-    content = msgspec.json.format(msgspec.json.encode(manifest))
-    atomic_write(directory / CHECKPOINT_MANIFEST_NAME, content)
+    fields = msgspec.to_builtins(manifest)
+    content = msgspec.json.encode(fields | {OWN_HASH: _hash_of(fields)})
+    atomic_write(directory / CHECKPOINT_MANIFEST_NAME, msgspec.json.format(content))
+
+
+def _hash_of(fields: dict[str, object]) -> str:
+    """Of what is said, in whatever order and with whatever space between."""
+    return hash_bytes(msgspec.json.encode(fields, order="deterministic"))
 
 
 def verify_checkpoint(

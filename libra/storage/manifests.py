@@ -211,9 +211,9 @@ def _find_lack(directory: Path, files: tuple[FileEntry, ...]) -> str:
     for entry in files:
         if entry.name not in found:
             return f"{entry.name} is missing"
-        num_bytes = (directory / entry.name).stat().st_size
-        if num_bytes < entry.num_bytes:
-            return f"{entry.name} has {num_bytes} bytes instead of {entry.num_bytes}"
+        there = (directory / entry.name).stat()
+        if stat.S_ISREG(there.st_mode) and there.st_size < entry.num_bytes:
+            return f"{entry.name} has {there.st_size} bytes instead of {entry.num_bytes}"
     return ""
 
 

@@ -148,7 +148,7 @@ def kl_estimate(difference: torch.Tensor, estimator: KlEstimator) -> torch.Tenso
         case "k2":
             estimate = held.square() / 2
         case "k3":
-            estimate = (-held).exp() - 1 + held
+            estimate = _k3(-held)
         case _:
             assert_never(estimator)
     return estimate.clamp(-KL_LIMIT, KL_LIMIT)
@@ -169,8 +169,12 @@ def _for_samples_of(
 
 def mismatch_k3(mismatch: torch.Tensor) -> torch.Tensor:
     """k3 per token from d = log pi_trainer - log pi_engine, for tokens that the engine drew."""
-    held = _held(mismatch)
-    return held.exp() - 1 - held
+    return _k3(_held(mismatch))
+
+
+def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    # exp - 1 loses what is left near 0, and comes out below it.
+    return torch.expm1(log_ratio) - log_ratio
 
 
 def _held(log_ratio: torch.Tensor) -> torch.Tensor:

@@ -144,7 +144,7 @@ def restore(
         _sharded_state(model, optimizer, is_loading=True), str(directory)
     )
     _load_model(model, state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    _load_optimizer(optimizer, state["optimizer"])
     _unshare_steps(optimizer)
 
 
@@ -166,6 +166,32 @@ def _load_model(model: Any, state: dict[str, Any]) -> None:
     names = [*result.missing_keys, *result.unexpected_keys]
     if others := [name for name in names if EXTRA not in name]:
         raise InvariantError(f"the checkpoint and the model differ in {', '.join(others)}")
+
+
+def _load_optimizer(optimizer: Any, state: Any) -> None:
+    """Take main weights, moments and steps; hyper-parameters stay those it was built with."""
+    settings = _settings(optimizer)
+    parts = optimizer.chained_optimizers
+    states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]
+    for part, of_part in zip(parts, states, strict=True):
+        for group in of_part.get("optimizer", of_part).get("param_groups", ()):
+            # Megatron finds a group by its peak rate too, and knows none that has changed.
+            group["max_lr"] = part.config.lr
+    optimizer.load_state_dict(state)
+    for group, kept in zip(_groups(optimizer), settings, strict=True):
+        group.update(kept)
+
+
+def _settings(optimizer: Any) -> list[dict[str, Any]]:
+    """All that a group says of how to step; Transformer Engine's keeps the step itself there."""
+    return [
+        {name: value for name, value in group.items() if name not in {"params", "step"}}
+        for group in _groups(optimizer)
+    ]
+
+
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    return [group for inner in torch_optimizers(optimizer) for group in inner.param_groups]
 
 
 class _Staging(TorchDistSaveShardedStrategy):  # type: ignore[misc]

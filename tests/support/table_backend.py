@@ -22,6 +22,8 @@ class TableBackend:
         self.old_logprobs = []
         """Of every micro-batch that was trained on."""
 
+        self.reference_logprobs = []
+
     def seed(self, seed, step):
         self.seeds.append((seed, step))
 
@@ -34,6 +36,7 @@ class TableBackend:
         sums = []
         for batch in batches:
             self.old_logprobs.append(batch.old_logprobs)
+            self.reference_logprobs.append(batch.reference_logprobs)
             value, of_batch = loss(self._scores(batch, sampling), batch)
             value.backward()
             sums.append(of_batch)

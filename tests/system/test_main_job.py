@@ -324,6 +324,7 @@ def test_a_checkpoint_is_exported_evaluated_and_forked(tmp_path, quickstart):
         assert evaluated.wait(900) == 0, evaluated.said()
         # Other data order and groups than the checkpoint's run.
         options = ("-o", "total_steps=3", "-o", "seed=9", "-o", "n_samples=4")
+        options += ("-o", "learning_rate=1e-3", "-o", "weight_decay=0.1")
         forked = Job(tmp_path / "fork", quickstart, *options, verb=("fork", checkpoint))
         assert forked.wait(900) == 0, forked.said()
     finally:

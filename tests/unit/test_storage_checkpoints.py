@@ -12,9 +12,11 @@ from libra.storage.checkpoints import (
     newest_checkpoint,
     read_checkpoint_manifest,
     read_rollout_state,
+    verify_checkpoint,
     write_checkpoint_manifest,
 )
 from libra.storage.digest import file_entry
+from libra.storage.manifests import NotVisibleYetError
 
 LAYOUT = TrainerLayout(
     world_size=2, tensor=1, pipeline=1, context=1, expert=1, has_distributed_optimizer=False
@@ -132,3 +134,35 @@ def test_a_manifest_survives_being_written_and_read(tmp_path):
     changed = msgspec.structs.replace(manifest, reference_hash="abc", num_skipped_in_a_row=2)
     write_checkpoint_manifest(directory, changed)
     assert read_checkpoint_manifest(directory) == changed
+
+
+def test_a_manifest_that_was_edited_is_not_believed(tmp_path):
+    save(tmp_path, 80)
+    path = save(tmp_path, 81) / CHECKPOINT_MANIFEST_NAME
+    path.write_bytes(path.read_bytes().replace(b'steps": 81', b'steps": 82'))
+    with pytest.raises(DataError, match=r"checkpoint\.json: was changed: it hashes to"):
+        read_checkpoint_manifest(path.parent)
+    (found,) = list_complete_checkpoints(tmp_path)
+    assert found.step == 80
+    assert "was changed" in found.newer_skipped[0]
+
+
+def test_a_manifest_of_before_it_had_a_hash_is_read(tmp_path):
+    directory = save(tmp_path, 1)
+    manifest = read_checkpoint_manifest(directory)
+    (directory / CHECKPOINT_MANIFEST_NAME).write_bytes(msgspec.json.encode(manifest))
+    assert read_checkpoint_manifest(directory) == manifest
+    assert steps(tmp_path) == [1]
+
+
+def test_a_directory_in_place_of_a_file_is_called_no_regular_file(tmp_path):
+    shard = save(tmp_path, 1) / "shard"
+    shard.write_bytes(bytes(1 << 16))
+    manifest = read_checkpoint_manifest(shard.parent)
+    files = (file_entry(shard), *manifest.files[1:])
+    write_checkpoint_manifest(shard.parent, msgspec.structs.replace(manifest, files=files))
+    shard.unlink()
+    shard.mkdir()
+    with pytest.raises(DataError, match="step_000001: shard is no regular file") as raised:
+        verify_checkpoint(shard.parent, read_checkpoint_manifest(shard.parent))
+    assert not isinstance(raised.value, NotVisibleYetError)

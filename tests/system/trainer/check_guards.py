@@ -1,5 +1,6 @@
 """What must stop or skip a step does, on two data-parallel ranks alike. Under torchrun."""
 
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -55,9 +56,19 @@ def check_skips(config, world) -> None:
         optimizer = optimizer.chained_optimizers[0].optimizer
     assert {float(s["step"]) for s in optimizer.state.values()} == {1.0}
 
-    train(4, bad)
+    check_infinite_norm(trainer, partial(train, 4), good)
     with pytest.raises(LearningStoppedError, match="2 optimizer steps in a row"):
         train(5, bad)
+
+
+def check_infinite_norm(trainer, train, samples) -> None:
+    """A loss that can be written down, and gradients whose squares cannot."""
+    before = fingerprint(trainer)
+    metrics = train([msgspec.structs.replace(it, advantage=1e30) for it in samples])
+    assert np.isfinite(metrics.loss)
+    assert not np.isfinite(metrics.grad_norm)
+    assert (metrics.num_optimizer_steps, metrics.num_skipped_steps) == (0, 1)
+    assert fingerprint(trainer) == before, "a step with an infinite norm changed the weights"
 
 
 def check_refusals(config, world) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from check_equality import check_kinds, check_other_architectures
 from check_guards import check_guards
 from check_learning import learn_all
-from check_resume import check_spread_experts, go_on_all
+from check_resume import check_changed_all, check_spread_experts, go_on_all
 
 from tiny_models import KINDS, WITH_EXPERTS
 from trainer_ranks import joined_world, run_config
@@ -49,6 +49,7 @@ def main() -> None:
             "guards": lambda: check_guards(world, model, **layout),
             "save": lambda: go_on_all(world, models, saved, "save", **layout),
             "restore": lambda: go_on_all(world, models, saved, "restore", **layout),
+            "changed": lambda: check_changed_all(world, models, saved, **layout),
             "spread_experts": lambda: check_spread_experts(world, models, saved, **layout),
         }
         results = {name: parts[name]() for name in sys.argv[9:]}

@@ -32,6 +32,13 @@ BASE = {
     "weight_decay": 0.01,
     "adam_eps": 1e-2,
 }
+CHANGED = {
+    "learning_rate": 5e-3,
+    "weight_decay": 0.2,
+    "adam_beta1": 0.5,
+    "adam_beta2": 0.7,
+    "adam_eps": 1e-4,
+}
 
 
 def go_on_all(world, models, directory, action, **layout) -> dict[str, list[dict[str, float]]]:
@@ -63,8 +70,77 @@ def check_spread_experts(world, models, directory, **layout) -> None:
         config = run_config(models / "qwen3_moe", **BASE | layout | VARIANTS[name])
         own = directory / "spread" / name
         assert go_on(config, world, own, "save") == go_on(config, world, own, "restore")
+        check_changed(world, config, own)
         with pytest.raises(DataError, match="train_ep_size 1"):
             go_on(config, world, directory / name, "restore")
+
+
+def check_changed_all(world, models, directory, **layout) -> None:
+    """Restore with another configuration than was saved with, under every variant."""
+    for name, options in variants_of(layout["train_backend"]):
+        model = models / ("qwen3_moe" if "experts" in name else "qwen2")
+        config = run_config(model, **BASE | layout | options)
+        check_changed(world, config, directory / name)
+
+
+def check_changed(world, config, directory) -> None:
+    """Hyper-parameters are the new configuration's, everything else is the checkpoint's."""
+    from libra.trainer.assembly import assemble
+    from libra.trainer.checkpoint import restore_checkpoint
+
+    training = msgspec.structs.replace(config.training, **CHANGED)
+    other = msgspec.structs.replace(config, training=training)
+    same, changed = (assemble(it, world, beat=no_beat) for it in (config, other))
+    wanted = hyper_parameters(changed)
+    assert {it["lr"] for it in wanted} == {5e-3}
+    assert {it["betas"] for it in wanted} == {(0.5, 0.7)}
+    assert {it["eps"] for it in wanted} == {1e-4}
+    assert max(it["weight_decay"] for it in wanted) == 0.2
+    for trainer in (same, changed):
+        restore_checkpoint(trainer, directory / f"step_{SAVED_STEP:06d}")
+    assert hyper_parameters(changed) == wanted
+    state, of_same = optimizer_state(changed), optimizer_state(same)
+    assert any(moment.any() for moment in state)
+    assert all(torch_equal(*pair) for pair in zip(state, of_same, strict=True))
+    before, after = train(same, SAVED_STEP + 1), train(changed, SAVED_STEP + 1)
+    assert after["num_optimizer_steps"] == 2
+    # One cosine from another peak.
+    ratio = after["learning_rate"] / before["learning_rate"]
+    assert ratio == pytest.approx(5e-3 / config.training.learning_rate)
+    for trained, asked in zip(hyper_parameters(changed), wanted, strict=True):
+        assert trained | {"lr": 5e-3} == asked
+
+
+def inner_optimizers(trainer) -> list:
+    """The torch optimizers under a backend's."""
+    if trainer.backend.name == "fsdp":
+        return [trainer.backend.optimizer]
+    from libra.trainer.optimizer import torch_optimizers
+
+    return torch_optimizers(trainer.backend.optimizer)
+
+
+def hyper_parameters(trainer) -> list[dict[str, object]]:
+    """Of every group of parameters."""
+    names = ("lr", "weight_decay", "betas", "eps")
+    groups = [group for it in inner_optimizers(trainer) for group in it.param_groups]
+    return [{name: group[name] for name in names} for group in groups]
+
+
+def optimizer_state(trainer) -> list:
+    """Main weights, moments and steps, in the order of the parameters."""
+    found = []
+    for inner in inner_optimizers(trainer):
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            state = inner.state[parameter]
+            found += [parameter.detach(), *(state[k] for k in ("exp_avg", "exp_avg_sq", "step"))]
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in found]
+
+
+def torch_equal(one, other) -> bool:
+    import torch
+
+    return torch.equal(one, other)
 
 
 def go_on(config, world, directory, action) -> list[dict[str, float]]:
@@ -91,6 +167,8 @@ def go_on(config, world, directory, action) -> list[dict[str, float]]:
         probe_logprobs(trainer, (1, 2, 3))
         restore_checkpoint(trainer, checkpoint)
     assert trainer.learner.progress.step == SAVED_STEP
+    if config.algorithm.kl_coefficient:
+        check_reference(trainer, config)
     metrics = [train(trainer, step) for step in range(SAVED_STEP + 1, LAST_STEP + 1)]
     if action == "save":
         # Written when training is three steps further: those must not be in it.
@@ -98,6 +176,34 @@ def go_on(config, world, directory, action) -> list[dict[str, float]]:
         staged.write()
         assert num_host_bytes(trainer) == num_bytes
     return metrics
+
+
+def check_reference(trainer, config) -> None:
+    """The KL reference is the base model, and no longer the policy."""
+    from libra.trainer.assembly import assemble
+
+    of_base = logprobs(trainer, assemble(config, trainer.world, beat=no_beat).backend)
+    of_reference = logprobs(trainer, trainer.backend.reference)
+    assert of_reference == of_base
+    differences = [a - b for a, b in zip(logprobs(trainer, trainer.backend), of_base, strict=True)]
+    assert not of_base or max(map(abs, differences)) > 1e-3
+
+
+def logprobs(trainer, scorer) -> list[float]:
+    """Of some sampled tokens, on the last stage."""
+    from libra.trainer.batch import decode_mini_batch, micro_batches
+    from libra.trainer.head import Sampling
+
+    command = train_step(1, [make_samples(9, 4, VOCAB_SIZE)], dp_rank=0, dp_size=1)
+    samples = decode_mini_batch(
+        command.mini_batches[0],
+        aggregation="token-mean",
+        horizon_tokens=32,
+        vocab_size=VOCAB_SIZE,
+    )
+    batches = micro_batches(samples, rows=4, arrangement=trainer.backend.arrangement)
+    scores = scorer.logprobs(batches, sampling=Sampling(1.0), beat=lambda: None)
+    return [value for score in scores for value in score.tolist()]
 
 
 def num_host_bytes(trainer) -> int:

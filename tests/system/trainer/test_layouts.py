@@ -21,9 +21,9 @@ RUNS = {
     "pp2": (2, 1, 2, 1, 1, ["equality", "learning", "restore"]),
     "cp2": (2, 1, 1, 2, 1, ["equality", "learning", "restore"]),
     "ep2": (2, 1, 1, 1, 2, ["experts", "expert_learning", "spread_experts"]),
-    "dp2 again": (2, 1, 1, 1, 1, ["restore"]),
+    "dp2 again": (2, 1, 1, 1, 1, ["restore", "changed"]),
     "fsdp2": (2, 1, 1, 1, 1, ["equality", "experts", "others", *LEARNING, "guards", "save"]),
-    "fsdp2 again": (2, 1, 1, 1, 1, ["restore"]),
+    "fsdp2 again": (2, 1, 1, 1, 1, ["restore", "changed"]),
     "fsdp1": (1, 1, 1, 1, 1, ["expert_learning", "restore"]),
 }
 """Ranks; tensor, pipeline, context, expert-parallel size; parts of check_layout.py."""
@@ -128,6 +128,11 @@ def test_what_is_not_finite_or_not_there_is_skipped_by_all_ranks_alike(results, 
 @pytest.mark.case("T-B49")
 def test_a_resumed_run_repeats_every_step_to_the_last_bit(results, layout):
     assert results[f"{layout} again"]["restore"] == results[layout]["save"]
+
+
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2"])
+def test_a_resumed_run_takes_hyper_parameters_from_its_configuration_alone(results, layout):
+    assert "changed" in results[f"{layout} again"]
 
 
 def test_a_checkpoint_with_experts_on_several_ranks_is_resumed_there(results):

@@ -146,6 +146,14 @@ def test_one_wild_token_leaves_the_mismatch_finite():
     assert math.isfinite(float(mismatch_k3(torch.tensor([0.0, 200.0, -200.0])).sum()))
 
 
+def test_k3_is_never_negative_and_keeps_its_digits_where_policies_hardly_differ():
+    small = torch.logspace(-9, -2, 5001)
+    differences = torch.cat([small, -small])
+    for k3 in (mismatch_k3(differences), kl_estimate(differences, "k3")):
+        assert float(k3.min()) >= 0.0
+        assert torch.allclose(k3, differences.square() / 2, rtol=4e-3, atol=1e-9)
+
+
 def test_rejected_tokens_stay_in_the_denominator():
     given = batch(rollout=[0.0, -5.0], old=[0.0, 0.0], advantages=[1.0, 1.0], weights=[0.5, 0.5])
     loss, gradient, _ = loss_and_gradient([0.0, 0.0], given, importance_correction="icepop")

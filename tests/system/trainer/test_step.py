@@ -84,6 +84,18 @@ def test_a_later_mini_batch_is_anchored_at_the_policy_before_the_step(learned):
         assert old.tolist() == pytest.approx([float(before[3]), float(before[5])])
 
 
+@pytest.mark.case("T-B49")
+def test_the_kl_reference_stays_where_it_is_while_the_policy_moves(learned):
+    it = learned(learning_rate=0.5, kl_coefficient=0.1)
+    it.backend.reference = TableBackend()
+    base = torch.log_softmax(torch.linspace(-1, 1, 8), 0)[[3, 5]].tolist()
+    assert it.train(GOOD).loss == pytest.approx(0.0, abs=1e-6)
+    # Without a divergence the loss, on policy and with advantages of 1 and -1, were 0 again.
+    assert it.train(GOOD).loss > 1e-3
+    for reference in it.backend.reference_logprobs:
+        assert reference.tolist() == pytest.approx(base)
+
+
 def test_without_a_recomputation_the_anchor_is_the_engine(learned):
     it = learned(recompute_logprobs=False)
     metrics = it.train(GOOD)
