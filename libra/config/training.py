@@ -75,7 +75,7 @@ class TrainingConfig(Config, frozen=True, kw_only=True):
     """Learning rate at the end of the decay, as a fraction of the peak."""
 
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay."""
+    """AdamW's decoupled weight decay; none on biases and norms."""
 
     adam_beta1: DecayRate = 0.9
     """AdamW's decay of the first moment."""

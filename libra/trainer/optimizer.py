@@ -36,6 +36,9 @@ def build_optimizer(model: Any, config: RunConfig) -> Any:
         optimizer_offload_fraction=megatron.megatron_optimizer_offload_fraction,
     )
     optimizer = get_megatron_optimizer(settings, [model])
+    for group in optimizer.param_groups:
+        # Biases and norms have 0 there, which Megatron leaves to its scheduler to look at.
+        group["weight_decay"] = training.weight_decay * group["wd_mult"]
     is_on_device = next(model.parameters()).is_cuda and not megatron.megatron_optimizer_cpu_offload
     if is_on_device and is_torch_adam:
         _use_fused_kernels(optimizer)
