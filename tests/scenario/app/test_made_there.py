@@ -357,7 +357,7 @@ async def test_a_node_with_other_data_takes_part_once_it_has_those_of_the_leader
     async with made_there(tmp_path, begins=False) as made:
         data = tmp_path / "train.jsonl"
         right = data.read_text()
-        data.write_text(right.replace("digits", "others"))
+        data.write_text(right.replace("digits", "letters"))
         made.begin()
         await until(lambda: "its data are not those of the leader" in made.why_not(), within_s=60)
         data.write_text(right)
