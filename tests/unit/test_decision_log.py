@@ -1,10 +1,8 @@
 """What the event log says of the scheduler's decisions."""
 
 import json
-import logging
 
 import pytest
-import structlog
 
 from fleets import request, scheduling, snapshot, spec
 from libra.ids import InstanceId
@@ -14,10 +12,8 @@ from libra_supervisor.app.routing import explained_if_debugging
 
 
 @pytest.fixture
-def logged(tmp_path):
+def logged(tmp_path, own_logging):
     """Returns a function: level -> (the listener at that level, the events, the human lines)."""
-    root = logging.getLogger()
-    handlers, level_before = root.handlers, root.level
     opened = []
 
     def at(level):
@@ -32,8 +28,6 @@ def logged(tmp_path):
     yield at
     for event_log in opened:
         event_log.close()
-    structlog.reset_defaults()
-    root.handlers, root.level = handlers, level_before
 
 
 def test_at_debug_level_each_decision_is_one_event_with_candidates_values_ages_and_filters(logged):

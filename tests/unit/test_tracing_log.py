@@ -3,15 +3,12 @@ import logging
 import os
 
 import pytest
-import structlog
 
 from libra.tracing.log import EventLog, get_log, set_up_logging
 
 
 @pytest.fixture
-def events(tmp_path):
-    root = logging.getLogger()
-    handlers, level = root.handlers, root.level
+def events(tmp_path, own_logging):
     shown = []
     event_log = set_up_logging(
         tmp_path / "logs" / "control.jsonl", show=shown.append, run_id="run-1"
@@ -24,8 +21,6 @@ def events(tmp_path):
     read.shown = shown
     yield read
     event_log.close()
-    structlog.reset_defaults()
-    root.handlers, root.level = handlers, level
 
 
 def test_an_event_is_one_json_line_with_its_fields(events):

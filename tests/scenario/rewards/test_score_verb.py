@@ -86,6 +86,7 @@ UNUSABLE = [
 ]
 
 
+@pytest.mark.usefixtures("own_logging")
 @pytest.mark.parametrize(("overrides", "why"), UNUSABLE)
 def test_code_that_cannot_be_used_is_not_valid(configured, capsys, monkeypatch, overrides, why):
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
